@@ -34,8 +34,8 @@ from attack_fields import FIELDS
 from attack_kinds import ENGINE, ENTRANCES
 from processes import suite_of
 
+from services.common.base.packing import pack_u32
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.clients.entrances import CHAT, Delivery, Target, post

@@ -28,7 +28,7 @@ from report import medians, percentiles_ms
 from rich.console import Console
 from rich.table import Table
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 MODEL = "tekken"

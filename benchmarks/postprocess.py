@@ -33,9 +33,9 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, resolve
+from services.common.base.packing import pack_u32
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32
+from services.common.packages.model_files import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec, resolve
 from services.common.rpc.channels import open_channel
 from services.postprocess.detokenize.stream import Limits, Stream, StreamOptions
 from services.postprocess.streams.factory import StreamFactory

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, pack_u64
+from services.common.base.packing import pack_u32, pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.state.kv_index.index import BlockIndex
 from services.router.state.workers.worker import WorkerRank

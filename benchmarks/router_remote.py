@@ -21,10 +21,10 @@ import psutil
 from redis import Redis, RedisError
 from router_local import BLOCK_SIZE
 
-from services.common.hashing import HASH_SCHEME, block_hashes
+from services.common.base.packing import pack_u32, pack_u64
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32, pack_u64
 from services.common.rpc.channels import open_channel
+from services.common.types.hashing import HASH_SCHEME, block_hashes
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 MODEL = "benchmark"

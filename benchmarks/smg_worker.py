@@ -22,7 +22,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from services.common.hashing import block_hashes
+from services.common.types.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import EngineConfig, GenerateContext

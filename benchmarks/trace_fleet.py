@@ -13,9 +13,9 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from services.common.errors import SluiceError
-from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.packing import pack_u64
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u64
+from services.common.types.hashing import HASH_SCHEME, block_hashes
 from services.router.registration.stream import WorkerStream
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.queries import Prompt, Query

@@ -28,9 +28,9 @@ import psutil
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.models import DEFAULT_NAME
+from services.common.base.packing import pack_u32
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32
+from services.common.packages.model_files import DEFAULT_NAME
 from services.common.rpc.channels import open_channel
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, StopParams, Usage

@@ -5,7 +5,7 @@ each takes a parsed body and its caller, and returns a whole or a streamed answe
 `/api/chat`; docs/writing-an-api.md explains it.
 """
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
 from services.gateway.apis.openai.chat_translation import translate_chat
 from services.gateway.apis.openai.fields import Strict
 from services.gateway.apis.openai.openapi import GENERATING, responses

@@ -4,9 +4,9 @@ An engine is a class derived from `LLMEngine`, named by `sluice worker --engine 
 group `sluice.engines`. `examples/engine` is one; docs/writing-an-engine.md explains it.
 """
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
-from services.common.hashing import HASH_SCHEME, block_hashes, seed_for
-from services.common.models import detect_processor, fingerprint, read_json, resolve
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
+from services.common.packages.model_files import detect_processor, fingerprint, read_json, resolve
+from services.common.types.hashing import HASH_SCHEME, block_hashes, seed_for
 from services.worker.contract.cache_events import (
     BlocksRemoved,
     BlocksStored,

@@ -3,8 +3,11 @@
 A stage is named in the configuration of the pipeline (docs/pipeline.md); `examples/plugins` has one of each.
 """
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
+from services.common.base.packing import pack_u32, unpack_u32
+from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.backends.placement.interfaces import Placement, PlacementRequest, PlaceStage, WorkerRouter
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.generation import AnsweredGeneration, Generation
 from services.gateway.core.request import (
     ChatPrompt,
@@ -36,9 +39,6 @@ from services.gateway.pipeline.stages import (
     TextDelta,
     TokenizeStage,
 )
-from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage, WorkerRouter
-from services.gateway.workers.registry import WorkerEntry
 
 __all__ = [
     "AnsweredGeneration",

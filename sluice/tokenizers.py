@@ -4,10 +4,10 @@ A tokenizer is a class derived from `TokenizerProtocol`, of which `tokenize` and
 `--models NAME=SOURCE@MODULE:CLASS` of preprocess (docs/preprocessing.md, which has an example).
 """
 
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.models import fingerprint
-from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
-from services.preprocess.protocol import (
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.packages.model_files import fingerprint
+from services.preprocess.contract.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
+from services.preprocess.contract.tokenizer import (
     ChatRequest,
     ChatTokenizer,
     Message,

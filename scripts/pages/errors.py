@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.pages.markdown import NOTICE, code, table
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 
 SERVICES = Path(__file__).resolve().parents[2] / "services"
 AREAS = ("gateway", "preprocess", "router", "worker", "postprocess", "common")

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from scripts.pages import settings
 from scripts.pages.markdown import NOTICE, code, table
-from services.common.settings import GrpcServiceSettings, ServiceSettings
+from services.common.settings.service import GrpcServiceSettings, ServiceSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS: Mapping[str, str] = {

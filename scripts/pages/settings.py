@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from scripts.pages.markdown import NOTICE, code, table
-from services.common.settings import GrpcServiceSettings, ServiceSettings
+from services.common.settings.service import GrpcServiceSettings, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.common.observability import scrape_server as scraping
 from services.common.observability import telemetry
-from services.common.runner import run
-from services.gateway.bootstrap import serve
+from services.common.rpc.runner import run
+from services.gateway.app.bootstrap import serve
 from services.gateway.settings import GatewaySettings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, watch
 from services.common.observability.label_bounds import Label

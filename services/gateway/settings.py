@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from services.common.media.parts import MediaLimits
 from services.common.observability.audit import AuditSettings
 from services.common.security.settings import HttpsSettings
-from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
+from services.common.settings.service import AddressList, CommaList, ServiceSettings, settings_config
+from services.common.types.media.parts import MediaLimits
 from services.gateway.admission.settings import AdmissionSettings
 from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.pipeline.session_affinity import HEADER, SOURCES

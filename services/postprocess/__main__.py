@@ -1,6 +1,6 @@
 """Starts the postprocess service: `python -m services.postprocess`."""
 
-from services.common.runner import run
+from services.common.rpc.runner import run
 from services.postprocess.service import serve
 from services.postprocess.settings import PostprocessSettings
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import grpc
 
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.shared_steps import shared_step
+from services.common.base.tasks import Stop
 from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
-from services.common.packing import pack_u32, unpack_u32
-from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, serve_session
-from services.common.tasks import Stop
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings

@@ -8,10 +8,10 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.base.errors import SluiceError
 from services.common.discovery.processing_settings import ProcessingSettings
-from services.common.errors import SluiceError
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
-from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.packages.model_files import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.common.settings.service import CommaList, GrpcServiceSettings, settings_config
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engine_names import ENGINES, engine_of
 from services.postprocess.parsers.registry import ParserRegistry

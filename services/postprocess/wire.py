@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from services.common.errors import SluiceError, internal
-from services.common.packing import pack_u32, unpack_u32
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import SluiceError, internal
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.shared_steps import shared_step
 from services.common.rpc.errors import to_detail
 from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts

@@ -7,12 +7,12 @@ import gc
 from contextlib import suppress
 from threading import get_ident
 
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import Stop
 from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.errors import SluiceError
+from services.common.rpc.runner import run
 from services.common.rpc.server import GrpcServer
-from services.common.runner import run
-from services.common.tasks import Stop
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.limits import MAX_TEMPLATE_MEMORY_MB, MAX_TEMPLATE_S, MAX_WORK_S, Limits
 from services.preprocess.service import PreprocessService

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability.declarations import ERROR_KINDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
+from services.preprocess.contract.tokenizer import CacheStats, TokenizerFacts
 from services.preprocess.media.fetching import FETCH_FAILED, FETCH_REFUSED, FETCH_TOO_LARGE, OVERLOADED
 from services.preprocess.media.loading import MediaLoader
-from services.preprocess.protocol import CacheStats, TokenizerFacts
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.registry import ModelRegistry
 

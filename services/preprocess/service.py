@@ -9,32 +9,32 @@ from typing import Any, TypeVar
 import grpc
 import orjson
 
-from services.common.errors import SluiceError, check_name, invalid
-from services.common.hashing import HASH_SCHEME, PrefixHashes
-from services.common.intake.json_intake import foreign_json
-from services.common.media.spans import MediaSpan
-from services.common.models import ModelSpec
+from services.common.base.errors import SluiceError, check_name, invalid
+from services.common.base.packing import pack_u32, pack_u64, unpack_u32
+from services.common.net.intake.json_intake import foreign_json
 from services.common.observability import telemetry
-from services.common.packing import pack_u32, pack_u64, unpack_u32
+from services.common.packages.model_files import ModelSpec
 from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
 from services.common.rpc.generation import write_sampling
 from services.common.rpc.media import file_messages, read_inputs, span_messages
-from services.preprocess.media.expansion import expand, look_up
-from services.preprocess.media.loading import LoadedMedia, MediaLoader, check_kinds, not_supported
-from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
-from services.preprocess.protocol import (
+from services.common.types.hashing import HASH_SCHEME, PrefixHashes
+from services.common.types.media.spans import MediaSpan
+from services.preprocess.contract.tokenizer import (
     ChatRequest,
     PendingPrompt,
     TokenizerProtocol,
     kinds_of,
 )
+from services.preprocess.contract.validation import parse_chat, too_large
+from services.preprocess.media.expansion import expand, look_up
+from services.preprocess.media.loading import LoadedMedia, MediaLoader, check_kinds, not_supported
+from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
 from services.preprocess.templates.fair_calls import origin as template_origin
 from services.preprocess.templates.open_thought import ends_in_thought
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.engine_extensions import MediaTokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
-from services.preprocess.validation import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16

@@ -9,10 +9,10 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from services.common.discovery.processing_settings import ProcessingSettings
-from services.common.media.parts import MediaLimits
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.packages.extensions import MEDIA, problem_of
-from services.common.settings import CommaList, GrpcServiceSettings, settings_config
+from services.common.packages.model_files import DEFAULT_NAME, DEFAULT_SOURCE
+from services.common.settings.service import CommaList, GrpcServiceSettings, settings_config
+from services.common.types.media.parts import MediaLimits
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker

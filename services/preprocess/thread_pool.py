@@ -10,7 +10,7 @@ from contextvars import copy_context
 from threading import Barrier, Lock
 from typing import TypeVar
 
-from services.common.errors import ErrorKind, SluiceError, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, overloaded
 
 log = logging.getLogger(__name__)
 

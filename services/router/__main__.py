@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.common.intake.pace import BodyPace
+from services.common.base.tasks import Stop
+from services.common.net.intake.pace import BodyPace
+from services.common.rpc.runner import run
 from services.common.rpc.server import GrpcServer
-from services.common.runner import run
 from services.common.security.tls import channel_credentials
-from services.common.tasks import Stop
 from services.router.router import Router, RouterConfig
 from services.router.rpc.preprocess import PreprocessBodies
 from services.router.rpc.service import RouterService

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from services.common import budgets
-from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
-from services.common.tasks import TaskOwner
+from services.common.base import budgets
+from services.common.base.errors import SluiceError, invalid, not_found, quoted, unavailable
+from services.common.base.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager

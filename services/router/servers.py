@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.intake.pace import BodyPace
+from services.common.net.intake.pace import BodyPace
 from services.common.packages.extensions import ROUTER_SERVERS, UnusableExtension, installed_names, load_extension
 from services.router.router import Router
 from services.router.rpc.service import RouterService

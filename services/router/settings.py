@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, SecretStr
 
 from services.common.redis.target import RedisLoginSettings
-from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
+from services.common.settings.service import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.router.state.reservations.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]

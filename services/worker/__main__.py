@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.runner import run
-from services.common.tasks import Stop
+from services.common.base.tasks import Stop
+from services.common.rpc.runner import run
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 

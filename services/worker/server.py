@@ -6,12 +6,12 @@ import asyncio
 import gc
 import logging
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
+from services.common.base.tasks import Stop, TaskOwner
 from services.common.observability import scrape_server as scraping
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
 from services.common.security.tls import channel_credentials
-from services.common.tasks import Stop, TaskOwner
 from services.worker.engines import find_engine
 from services.worker.registration.address import advertised_address, default_worker_id
 from services.worker.registration.registration import Registration

@@ -51,7 +51,7 @@ _add_extensions()
 def invoke(arguments: list[str]) -> int:
     """Runs a command; an invalid command line prints one sentence to standard error and returns exit code 2."""
     if arguments[:1] == ["up"]:
-        from services.common.settings import spelled_out
+        from services.common.settings.service import spelled_out
 
         arguments = spelled_out(arguments, commands_up.SWITCHES)
     try:

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from services.common.errors import SluiceError
-from services.common.models import ModelSpec
+from services.common.base.errors import SluiceError
+from services.common.packages.model_files import ModelSpec
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.contract.validation import parse_chat
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import PROBES
-from services.preprocess.validation import parse_chat
 from sluice.cli.errors import BadFlag
 
 BEFORE, AFTER = 4, 8

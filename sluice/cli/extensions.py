@@ -14,7 +14,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.packages.extensions import (
     ENGINES,
     GROUPS,

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.admission import keys, scopes
 from services.gateway.admission.keys import ApiKey
 from sluice.cli.errors import BadFlag

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.security.bearer_tokens import digest_of, read_shown
 from services.common.security.identity import OPERATOR, WORKER
 from sluice.cli.errors import BadFlag

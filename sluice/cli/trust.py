@@ -6,9 +6,9 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.security.tls import PeerCredentials, channel_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from sluice.cli.errors import BadFlag
 from sluice.cli.flags import flag
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from services.common.runner import run
+from services.common.rpc.runner import run
 from services.worker.__main__ import serve
 from services.worker.serving import status
 from services.worker.settings import WorkerSettings

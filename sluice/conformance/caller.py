@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.errors import SluiceError
-from services.common.media.spans import content_hash
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.types.media.spans import content_hash
 from sluice.conformance.exceptions import RuleFailed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience

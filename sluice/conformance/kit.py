@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from services.common.errors import SluiceError, invalid, unavailable
+from services.common.base.errors import SluiceError, invalid, unavailable
 from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.common.rpc.errors import from_rpc_error
 from sluice.conformance import rules

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error
 from sluice.conformance.exceptions import NotClaimed, RuleFailed
 from sluice.conformance.observed_stream import REASONS, ObservedStream

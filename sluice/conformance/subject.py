@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import grpc
 
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.worker.contract.capabilities import Capability

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from services.common.base.errors import SluiceError
 from services.common.discovery.tokenizer_store import TokenizerStore
-from services.common.errors import SluiceError
-from services.common.models import ModelSpec
+from services.common.packages.model_files import ModelSpec
 from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.errors import SluiceError
-from services.common.packing import unpack_u64
+from services.common.base.errors import SluiceError
+from services.common.base.packing import unpack_u64
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import router_pb2
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name

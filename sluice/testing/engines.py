@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext, LLMEngine
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, Usage

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 from tests.support.clients.agents import Agent, ClaudeCode, Codex, OpenCode
 from tests.support.data.model_shapes import DEFAULT, SHAPES, Shape, build_shape
 from tests.support.repository import ROOT

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from services.common.models import DEFAULT_SOURCE
+from services.common.packages.model_files import DEFAULT_SOURCE
 from services.gateway.admission.keys import create, write
 from tests.support.clients.browsing import Load, browser, listen
 from tests.support.servers.loose_suite import LooseSuite

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.preprocess.protocol import ChatRequest, Message, Tool
+from services.preprocess.contract.tokenizer import ChatRequest, Message, Tool
 from tests.certificate.bodies import Body
 
 Change = Callable[[ChatRequest], ChatRequest]

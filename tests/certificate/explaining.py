@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from tests.certificate.bodies import Body
 from tests.certificate.comparison import Comparison, Verdict
 from tests.certificate.plan import PromptCase

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.postprocess.detokenize.vocabulary import ParserNames
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from tests.certificate.answers import names_for
 from tests.certificate.changes import SWITCHES
 from tests.certificate.comparison import Comparison, compare

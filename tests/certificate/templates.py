@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from services.common.models import resolve
+from services.common.packages.model_files import resolve
 from tests.support.data.marked_vocabulary import build_marked_model
 from tests.support.data.tiny_models import CHATML
 from tests.support.data.tokenizer_families import INST, LLAMA

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from tests.certificate import plan
 from tests.certificate.bodies import APIS, Body
 from tests.certificate.changes import not_continued

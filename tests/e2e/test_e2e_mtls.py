@@ -22,12 +22,12 @@ import psutil
 import pytest
 from redis import Redis
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import PeerCredentials, channel_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from services.gateway.admission import keys
 from sluice.cli import tokens as made_tokens
 from sluice.cli.certs import Options, make

@@ -9,7 +9,7 @@ import grpc
 import httpx
 import pytest
 
-from services.gateway.workers.fleet_control import CHECK_EVERY_S
+from services.gateway.backends.workers.fleet_control import CHECK_EVERY_S
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import Suite

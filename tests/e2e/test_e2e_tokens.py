@@ -8,7 +8,7 @@ import httpx
 import orjson
 import pytest
 
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from tests.support.data.loaded_tokenizers import small_tokenizer
 from tests.support.servers.suite import Suite

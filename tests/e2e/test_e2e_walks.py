@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.models import DEFAULT_SOURCE
+from services.common.packages.model_files import DEFAULT_SOURCE
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.traced_service import FOLDER
 from tests.support.waiting import wait_until

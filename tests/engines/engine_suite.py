@@ -26,8 +26,8 @@ from typing import Any, Self
 import grpc
 import psutil
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_detail, from_rpc_error
 from sluice.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
@@ -519,7 +519,7 @@ async def refused_start(engine: EngineUnderTest, *flags: str, model: Path | None
     text = errors.decode()
     assert process.returncode not in (0, None), text
     assert "Traceback" not in text or engine.name in ("vllm", "vllm-grpc"), text
-    crash_reason = [line for line in text.splitlines() if " services.common.runner " in line]
+    crash_reason = [line for line in text.splitlines() if " services.common.rpc.runner " in line]
     assert len(crash_reason) == 1, text
     return crash_reason[0]
 

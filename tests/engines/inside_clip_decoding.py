@@ -12,8 +12,8 @@ import json
 import sys
 from typing import Any
 
-from services.common.errors import SluiceError
-from services.common.media.spans import MediaKind
+from services.common.base.errors import SluiceError
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.vllm.clip_decoding import ClipDecoder, Unreadable
 from services.worker.engines.vllm.media_files import DecodedBudget
 

@@ -15,8 +15,8 @@ import sys
 from array import array
 from typing import Any
 
-from services.common.hashing import block_hashes
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.common.types.hashing import block_hashes
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
 from services.worker.contract.cache_events import BlocksStored, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import GenerateRequest, MediaItem, SamplingParams, StopParams

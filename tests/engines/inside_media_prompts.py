@@ -26,7 +26,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.renderers import renderer_from_config  # noqa: E402
 from vllm.renderers.online_renderer import OnlineRenderer  # noqa: E402
 
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash  # noqa: E402
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash  # noqa: E402
 from services.worker.contract.generation import MediaItem  # noqa: E402
 from services.worker.engines.vllm import media_files  # noqa: E402
 from services.worker.engines.vllm.media import MediaPrompts  # noqa: E402

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from services.common.errors import ErrorKind
-from services.common.hashing import block_hashes
+from services.common.base.errors import ErrorKind
+from services.common.types.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext

@@ -19,8 +19,8 @@ from typing import Any
 import numpy
 from PIL import Image
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import (

@@ -8,12 +8,12 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
-from services.common.media.facts import MEDIA_TYPES
-from services.common.media.spans import MediaKind, content_hash
+from services.common.types.media.facts import MEDIA_TYPES
+from services.common.types.media.spans import MediaKind, content_hash
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.media.clips.files import check_clip
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.limits import ClipLimits
-from services.preprocess.protocol import ChatRequest
 from tests.engines.image_conversations import sentence, text_part
 from tests.support.data.clips import audio_file, video_file
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from services.common.hashing import block_hashes
-from services.common.packing import unpack_u64
+from services.common.base.packing import unpack_u64
 from services.common.rpc.channels import open_channel
+from services.common.types.hashing import block_hashes
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.engines import engine_suite as suite
 from tests.support.servers.loose_suite import LooseSuite

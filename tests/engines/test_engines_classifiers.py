@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.preprocess.limits import Limits
 from services.preprocess.tokenizers.hf import HfTokenizer
 from sluice.v1 import worker_pb2

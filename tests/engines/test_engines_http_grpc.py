@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.net.ports import free_port
 from services.worker.engines.vllm_grpc.client import Client
 from tests.engines import engine_suite as suite

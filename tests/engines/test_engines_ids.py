@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
-from services.common.models import ModelSpec, resolve
+from services.common.base.errors import SluiceError
+from services.common.packages.model_files import ModelSpec, resolve
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.engines.servers import SERVERS, Reference, python

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.common.media.facts import ImageFacts
-from services.common.media.spans import SAMPLES, MediaKind
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.spans import SAMPLES, MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.media.expansion import expand
 from services.preprocess.media.rules import media_rules
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers import hf
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer

@@ -11,13 +11,13 @@ from random import Random
 import pytest
 from PIL import Image
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.discovery.tokenizer_agreement import agreement
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.facts import ImageFacts
-from services.common.media.spans import SAMPLES, MediaKind, content_hash
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.spans import SAMPLES, MediaKind, content_hash
+from services.preprocess.contract.tokenizer import ChatRequest, Message
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.protocol import ChatRequest, Message
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.common.media.facts import ImageFacts
-from services.common.media.spans import MediaKind
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest, ImageRule
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.protocol import ChatRequest, ImageRule
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.engines.engine_suite import interpreter
 from tests.support.data.loaded_tokenizers import limits

@@ -20,8 +20,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from services.common.base.packing import unpack_u64
 from services.common.net.ports import free_port
-from services.common.packing import unpack_u64
 from sluice.v1 import router_pb2
 from tests.engines.engine_list import ENGINES
 from tests.engines.engine_suite import EngineUnderTest, interpreter, offline

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from services.common.media.spans import MediaKind
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
+from services.common.types.media.spans import MediaKind
 from services.preprocess.media.clips.files import check_clip
 from services.preprocess.media.expansion import expand
 from services.preprocess.media.limits import ClipLimits

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.common.media.spans import MediaKind
-from services.common.packing import unpack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import unpack_u32
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.media.expansion import expand
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from tests.engines.media_chats import media_chats

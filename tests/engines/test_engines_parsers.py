@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from services.common.base.errors import SluiceError
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import SluiceError
-from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.engine_names import ENGINES

@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import unpack_u32
+from services.common.base.tasks import Stop
 from services.common.net.ports import free_port
-from services.common.packing import unpack_u32
 from services.common.rpc.channels import open_channel
-from services.common.tasks import Stop
 from services.preprocess import __main__ as preprocess
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.settings import PreprocessSettings
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from sluice.v1 import worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.data.tiny_models import ServableFolders, build_servable

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.engines import vllm_cases

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.common.models import ModelSpec
-from services.preprocess.protocol import ChatRequest
+from services.common.packages.model_files import ModelSpec
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.engines import engine_suite as suite
 from tests.engines.engine_list import ENGINES, FOR_EMBEDDINGS, engine_process

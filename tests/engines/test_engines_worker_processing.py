@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.common.models import ENGINE_PROCESSORS, ModelSpec
-from services.common.packing import unpack_u32
-from services.gateway.clients.preprocess import TokenizerIdentity
-from services.gateway.workers.tokenizer_parity import PROVEN, compare
+from services.common.base.packing import unpack_u32
+from services.common.packages.model_files import ENGINE_PROCESSORS, ModelSpec
+from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.workers.tokenizer_parity import PROVEN, compare
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, unpack_u64
+from services.common.base.packing import pack_u32, unpack_u64
+from services.common.types.hashing import block_hashes
 from sluice.v1 import router_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.servers.router_child import RouterChild, router_children

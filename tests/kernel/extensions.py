@@ -219,7 +219,7 @@ EXTENSIONS = (
     ),
     Extension(
         "live-view",
-        ("services/gateway/live_view",),
+        ("services/gateway/apis/live_view",),
         ("sluice.observers live-view",),
         tests=("tests/unit/gateway/live_view", "tests/browser", "tests/e2e/test_e2e_live_view.py"),
         kernel=GATEWAY_TESTS,

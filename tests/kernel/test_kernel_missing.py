@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.base.errors import SluiceError
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import SluiceError
 from services.common.packages import extensions
 from services.common.packages.extensions import OWN, Extension, conflict_of, find_extension, load_group, problem_of
 from services.postprocess.streams.parser_hosts import custom_host, engine_host

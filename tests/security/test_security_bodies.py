@@ -16,10 +16,10 @@ import httpx
 import orjson
 import pytest
 
-from services.common import budgets as common_budgets
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.json_values import check_values
+from services.common.base import budgets as common_budgets
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.json_values import check_values
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.http.body_budgets import BodyBudgets
 from tests.support.data import hostile_bodies

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import httpx
 import psutil
 
-from services.common.models import DEFAULT_SOURCE, fingerprint, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, fingerprint, resolve
 from sluice.v1 import common_pb2
 from tests.support.fakes.hostile_worker import HostileWorker, card
 from tests.support.servers.suite import Suite

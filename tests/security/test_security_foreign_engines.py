@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import GenerateRequest, StopParams
 from services.worker.engines.http import client

@@ -18,9 +18,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from services.common import budgets
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base import budgets
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import FinishReason, StructuredOutput
 from services.worker.engines.mock import MockEngine

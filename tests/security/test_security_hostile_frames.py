@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.clients.honest_clients import HonestClients
 from tests.support.fakes.hostile_worker import HostileWorker

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common import budgets
-from services.common.http.bounds import Bounds
+from services.common.base import budgets
+from services.common.net.http.bounds import Bounds
 from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common import budgets
+from services.common.base import budgets
 from services.gateway.http.server import HttpServer
 from services.router.http_api.server import bounded_server
 from tests.support.clients.raw_http import WAIT_S, answer, everything

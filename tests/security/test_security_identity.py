@@ -13,20 +13,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
 from services.common.security.bearer_tokens import shown_tokens
 from services.common.security.tls import channel_credentials
-from services.common.settings import GrpcServiceSettings, TlsSettings
-from services.common.tasks import TaskOwner
-from services.gateway.clients.router import RouterClient
+from services.common.settings.service import GrpcServiceSettings, TlsSettings
+from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.streams.manager import StreamManager
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerRegistry
 from sluice.cli import tokens as made_tokens
 from sluice.v1 import (
     postprocess_pb2,

@@ -15,14 +15,14 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common import logs
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base import logs
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
-from services.common.tasks import TaskOwner
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.settings.service import GrpcServiceSettings
+from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import (
     common_pb2,

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.common.security.tls import PeerCredentials
-from services.gateway.clients.router import RouterClient
+from services.gateway.backends.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.clients.callers import Calls, now_us, ready_routers

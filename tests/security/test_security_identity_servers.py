@@ -10,13 +10,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common import budgets
+from services.common.base import budgets
 from services.common.rpc import server as rpc_server
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,

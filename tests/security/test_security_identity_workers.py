@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64
+from services.common.base.tasks import Stop
 from services.common.observability.instruments import read
-from services.common.packing import pack_u64
 from services.common.rpc.errors import from_rpc_error
-from services.common.tasks import Stop
 from services.router.metrics import REFUSED
 from services.worker.metrics import ID_TAKEN
 from services.worker.server import WorkerServer

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import budgets
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind
+from services.common.base import budgets
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind
 from services.common.rpc.errors import from_rpc_error
 from services.router.registration import stream as stream_module
 from services.router.registration.joining import NAME_PINNED, TOKENIZER_DIFFERS, UNPROVEN_NAME, reason_to_set_aside

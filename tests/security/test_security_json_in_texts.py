@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from services.common import budgets
-from services.common.errors import ErrorKind
+from services.common.base import budgets
+from services.common.base.errors import ErrorKind
 from services.common.rpc.generation import read_sampling
 from services.postprocess.streams import parser_selection
-from services.preprocess.protocol import Message
+from services.preprocess.contract.tokenizer import Message
+from services.preprocess.contract.validation import parse_chat
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.histories import fit
-from services.preprocess.validation import parse_chat
 from services.worker.local_processing.body import read_body
 from sluice.v1 import common_pb2
 from tests.support.oracles.errors import raises_error

@@ -13,10 +13,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.security import file_watcher
-from services.common.tasks import TaskOwner
-from services.gateway import context
 from services.gateway.admission import tenants
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
@@ -24,11 +23,12 @@ from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
 from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import SHARED, TenantSalt
-from services.gateway.context import RequestContext
+from services.gateway.backends.workers.capabilities import able
+from services.gateway.backends.workers.registry import WorkerEntry
+from services.gateway.core import context
+from services.gateway.core.context import RequestContext
 from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
 from services.gateway.pipeline import tenant_cache
-from services.gateway.workers.capabilities import able
-from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
 from sluice.cli.errors import BadFlag
 from tests.support.servers.suite import Suite

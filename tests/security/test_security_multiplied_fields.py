@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from scripts.pages.fields import SCHEMAS
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.common.rpc.generation import write_guided, write_sampling
 from services.gateway.apis.generate.operation import translated
 from services.gateway.apis.generate.schemas import SamplingFields

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from services.gateway.api_page import api_page
+from services.gateway.app.api_page import api_page
 from tests.support.servers.lone_gateway import LoneGateway
 
 

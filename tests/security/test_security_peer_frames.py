@@ -17,16 +17,16 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.parts_pace import BYTES_PER_PART, FREE_PARTS, PARTS_PER_S, BodyParts, PartsPace
-from services.common.packing import pack_u32
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
+from services.common.net.intake.parts_pace import BYTES_PER_PART, FREE_PARTS, PARTS_PER_S, BodyParts, PartsPace
 from services.common.rpc import frame_guard, session
 from services.common.rpc.channels import READ_AHEAD_BYTES, open_channel
 from services.common.rpc.frame_guard import FREE_BYTES, SLICE_BYTES, PacedFrames, check_frame, frame_slices, guarded
 from services.common.rpc.server import STREAM_WINDOW, GrpcServer
 from services.common.rpc.session import FRAMES, ClientSession
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from services.router.metrics import Metrics
 from services.router.picker.server import PickerLimits, PickerService
 from services.router.registration.stream_messages import (

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.gateway.admission.builder import build_gate
 from services.gateway.admission.keys import create, write
 from services.gateway.admission.settings import AdmissionSettings

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from services.common import budgets
+from services.common.base import budgets
 from services.common.observability import scrape_server
 from services.common.observability.scrape_server import ScrapeEndpoint
 

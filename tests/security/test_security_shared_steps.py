@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tests.support.shared_steps
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from tests.support.shared_steps.excused import EXCUSED
 from tests.support.shared_steps.rigs import INJECTED, RIGS, ROWS, Fault, Outcome
 from tests.support.shared_steps.source import declared_steps, exists, undeclared_loops

@@ -24,9 +24,9 @@ from uvicorn.server import ServerState
 from wsproto import ConnectionType, WSConnection, events
 from wsproto.frame_protocol import Frame, FrameDecoder
 
-from services.common import budgets
-from services.common.budgets import TenantPool
-from services.common.http.bounded_reader import READ_BYTES
+from services.common.base import budgets
+from services.common.base.budgets import TenantPool
+from services.common.net.http.bounded_reader import READ_BYTES
 from services.gateway.admission.keys import create, write
 from services.gateway.http.socket_pace import TURN_S, SocketPace
 from services.gateway.http.socket_protocol import BoundedSocketProtocol

@@ -12,8 +12,8 @@ import orjson
 import psutil
 import pytest
 
-from services.common.intake.json_intake import SLICED_FROM
-from services.common.intake.json_slices import SLICE_BYTES
+from services.common.net.intake.json_intake import SLICED_FROM
+from services.common.net.intake.json_slices import SLICE_BYTES
 from services.gateway.admission.keys import create, write
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.conversations import Conversations

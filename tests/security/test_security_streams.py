@@ -11,8 +11,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.rows.sendable_text import sendable
+from services.common.base.errors import ErrorKind
+from services.common.base.sendable_text import sendable
 from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.clients.agents import script

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.common.packing import pack_u32
-from services.gateway import context
+from services.common.base.packing import pack_u32
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.permit import Permit
-from services.gateway.clients.preprocess import TEMPLATES_AT_ONCE, PreprocessClient
-from services.gateway.context import RequestContext
+from services.gateway.backends.clients.preprocess import TEMPLATES_AT_ONCE, PreprocessClient
+from services.gateway.core import context
+from services.gateway.core.context import RequestContext
 from services.gateway.core.request import ChatPrompt, TextPrompt
 from services.preprocess.templates.child import job
 from services.preprocess.templates.processes import TemplateProcesses

@@ -20,19 +20,19 @@ import grpc
 import psutil
 import pytest
 
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import Stop
 from services.common.child_rpc.child import ChildLimits
 from services.common.discovery import tokenizer_check
 from services.common.discovery.tokenizer_check import check_tokenizer
 from services.common.discovery.tokenizer_store import TokenizerStore
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
 from services.common.net.ports import free_port
+from services.common.packages.model_files import ModelSpec
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.tasks import Stop
 from services.preprocess import __main__ as preprocess
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates import templates
 from services.preprocess.templates.child import job

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.common.models import DEFAULT_SOURCE, resolve
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, build, markers_of
 from services.postprocess.streams.parsed import ParsedStream
+from services.preprocess.contract.tokenizer import TokenizerProtocol
 from services.preprocess.encoders.backend import EncoderOptions
-from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.loaded_tokenizers import limits

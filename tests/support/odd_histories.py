@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from services.preprocess.protocol import Message, Tool
+from services.preprocess.contract.tokenizer import Message, Tool
 
 SCHEMA = {"type": "object", "properties": {"q": {"type": "string", "description": "a word"}}}
 TOOLS: dict[str, list[Tool] | None] = {

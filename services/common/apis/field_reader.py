@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal
 
-from services.common.budgets import Budget
-from services.common.errors import SluiceError, invalid
+from services.common.base.budgets import Budget
+from services.common.base.errors import SluiceError, invalid
 
 PathStyle = Literal["[]", "."]
 """The API's notation for list items in error messages: `input[2]` or `messages.2`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.common.media.parts import MediaInput
+from services.common.types.media.parts import MediaInput
 
 TEMPLATE_HINTS = ("enable_thinking", "reasoning_effort")
 """Fields of a chat that are arguments of its template."""

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from services.common.base.errors import SluiceError, unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.child_rpc.process import Child
-from services.common.errors import SluiceError, unavailable
-from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 

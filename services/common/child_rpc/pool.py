@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.lane import Lane
 from services.common.child_rpc.process import Child
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
 
 WINDOW = 2
 

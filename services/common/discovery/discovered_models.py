@@ -8,10 +8,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.common.discovery.tokenizer_store import default_folder
-from services.common.models import ModelSpec
-from services.common.settings import AddressList
+from services.common.packages.model_files import ModelSpec
+from services.common.settings.service import AddressList
 
 
 class DeliverySettings(BaseSettings):

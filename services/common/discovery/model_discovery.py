@@ -11,7 +11,9 @@ import random
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Protocol
 
-from services.common.budgets import CODE, Budget
+from services.common.base.budgets import CODE, Budget
+from services.common.base.errors import SluiceError, unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.discovery.discovered_models import DeliverySettings, DiscoveredModel, RetainedModel
 from services.common.discovery.model_state import DiscoveryState
 from services.common.discovery.tokenizer_check import check_tokenizer
@@ -19,14 +21,12 @@ from services.common.discovery.tokenizer_fetch import HeldTokenizers
 from services.common.discovery.tokenizer_memory import TokenizerMemory
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
-from services.common.errors import SluiceError, unavailable
-from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.observability.instruments import Counter
 from services.common.observability.process_metrics import FETCHES
+from services.common.packages.model_files import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.tls import channel_credentials
-from services.common.settings import ServiceSettings
-from services.common.tasks import TaskOwner
+from services.common.settings.service import ServiceSettings
 from sluice.v1 import router_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscoverySettings
-from services.common.models import PROCESSORS, ModelSpec
-from services.common.settings import CommaList
+from services.common.packages.model_files import PROCESSORS, ModelSpec
+from services.common.settings.service import CommaList
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from services.common.media.spans import SAMPLES
+from services.common.types.media.spans import SAMPLES
 
 
 class Fingerprints(Protocol):

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.models import detect_processor, tokenizer_files
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.packages.model_files import detect_processor, tokenizer_files
 
 CHECK_S = 120
 MEMORY_BYTES = 768 << 20

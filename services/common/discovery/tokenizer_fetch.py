@@ -8,9 +8,9 @@ from weakref import WeakValueDictionary
 
 import grpc
 
+from services.common.base.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import ServedModel
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.identity import WORKER

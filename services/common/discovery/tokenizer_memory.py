@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from pathlib import Path
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, quoted
-from services.common.models import tokenizer_files
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, quoted
+from services.common.packages.model_files import tokenizer_files
 
 MEMORY_FACTOR = 5
 """Memory of a loaded tokenizer per byte of its files; that of the largest known ones."""

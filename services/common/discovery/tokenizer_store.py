@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import TOKENIZER_FILES, fingerprint
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import TOKENIZER_FILES, fingerprint
 
 log = logging.getLogger(__name__)
 

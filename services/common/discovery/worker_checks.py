@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from services.common.errors import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH, check_name, invalid
+from services.common.base.errors import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH, check_name, invalid
 from services.common.net.addresses import is_reachable
 from sluice.v1 import common_pb2
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import TaskOwner, asked_to_end
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import SluiceError
 from services.common.rpc.channels import open_channel
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.identity import WORKER
-from services.common.tasks import TaskOwner, asked_to_end
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

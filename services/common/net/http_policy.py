@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from services.common.errors import quoted
+from services.common.base.errors import quoted
 from services.common.net.addresses import host_port, is_loopback
 
 ANY = "*"

@@ -23,8 +23,8 @@ from typing import Any, TextIO
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.rows.sendable_text import sendable
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.sendable_text import sendable
 
 log = logging.getLogger(__name__)
 

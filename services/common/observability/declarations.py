@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.observability.label_bounds import Label
 
 Kind = Literal["counter", "gauge", "histogram"]

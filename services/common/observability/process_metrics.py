@@ -7,8 +7,8 @@ import logging
 import platform
 from collections.abc import Mapping
 
-from services.common import budgets
-from services.common.errors import SluiceError
+from services.common.base import budgets
+from services.common.base.errors import SluiceError
 from services.common.net import http_policy
 from services.common.observability import telemetry
 from services.common.observability.declarations import ERROR_KINDS, SECONDS, MetricDeclarations

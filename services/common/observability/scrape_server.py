@@ -20,8 +20,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.net.addresses import join
 from services.common.net.http_policy import HttpPolicy, http_policy
 

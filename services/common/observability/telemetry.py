@@ -22,16 +22,17 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from services.common import logs, otel_environment
-from services.common.errors import SluiceError
+from services.common.base import logs
+from services.common.base.errors import SluiceError
 from services.common.observability import instruments
 from services.common.observability.scrape_server import ScrapeEndpoint
 from services.common.security.tls import metrics_context
+from services.common.settings import otel_environment
 from sluice.v1 import common_pb2
 
 if TYPE_CHECKING:
     from services.common.observability.span_export import SpanExport
-    from services.common.settings import ServiceSettings
+    from services.common.settings.service import ServiceSettings
 
 log = logging.getLogger(__name__)
 

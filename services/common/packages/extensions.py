@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import services
-from services.common.errors import MAX_MESSAGE_LENGTH, sentence
+from services.common.base.errors import MAX_MESSAGE_LENGTH, sentence
 
 APIS = "sluice.apis"
 COMMANDS = "sluice.commands"

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import ConnectionError as ConnectionLost
 
+from services.common.base.tasks import end_all
 from services.common.redis.connect import Address, open_probe
 from services.common.redis.failures import FAILURES
 from services.common.redis.target import RedisTarget, Topology
-from services.common.tasks import end_all
 
 MAX_ASKED = 16
 """Servers that one search of a Redis master asks; others are not asked."""

@@ -12,11 +12,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import MovedError
 
+from services.common.base.tasks import TaskOwner
 from services.common.redis.connect import Address, open_pool
 from services.common.redis.failures import FAILURES, Failure, classify, closed_is_lost
 from services.common.redis.masters import Masters, masters_of
 from services.common.redis.target import RedisTarget
-from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 

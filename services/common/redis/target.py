@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from pydantic import Field, FilePath, SecretStr
 from pydantic_settings import BaseSettings
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 FORMS = (
     "redis://host:port/db, redis+sentinel://host:port,host:port/service/db, redis+cluster://host:port,host:port or "

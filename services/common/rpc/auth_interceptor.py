@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.net.addresses import listens_on_loopback
 from services.common.rpc.errors import abort
 from services.common.security import identity
 from services.common.security.bearer_tokens import AcceptedToken, AcceptedTokens, accepted_tokens
 from services.common.security.identity import Caller
 from services.common.security.rpc_policy import may_call
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 
 log = logging.getLogger(__name__)
 

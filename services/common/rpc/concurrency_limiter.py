@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf
 
-from services.common.errors import overloaded
+from services.common.base.errors import overloaded
 
 AT_ONCE = 256
 MAX_LINE_S = 60.0

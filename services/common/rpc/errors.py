@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from services.common.errors import ErrorKind, NoAnswerError, SluiceError, internal, no_answer, sentence
+from services.common.base.errors import ErrorKind, NoAnswerError, SluiceError, internal, no_answer, sentence
 from services.common.observability import telemetry
 from sluice.v1 import common_pb2
 

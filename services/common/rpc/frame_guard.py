@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.pace import BodyPace
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.pace import BodyPace
 
 log = logging.getLogger(__name__)
 

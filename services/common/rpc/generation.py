@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import invalid
-from services.common.intake.json_intake import foreign_json
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.net.intake.json_intake import foreign_json
 from services.common.types.generation import PositionLogprobs, PromptEmbeds, TokenLogprob
 from services.common.types.sampling import SCALARS, SamplingParams, StructuredOutput
 from sluice.v1 import common_pb2, worker_pb2

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.budgets import BudgetPool
-from services.common.errors import MAX_NAME_LENGTH, ErrorKind, quoted
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import MAX_NAME_LENGTH, ErrorKind, quoted
 from services.common.rpc.errors import abort
 from sluice import __version__
 

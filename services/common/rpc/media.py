@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from services.common.apis.prompts import ChatPrompt
-from services.common.errors import invalid
-from services.common.media.parts import MediaInput
-from services.common.media.spans import HASH_BYTES, MediaFile, MediaKind, MediaSpan
+from services.common.base.errors import invalid
+from services.common.types.media.parts import MediaInput
+from services.common.types.media.spans import HASH_BYTES, MediaFile, MediaKind, MediaSpan
 from sluice.v1 import common_pb2, preprocess_pb2
 
 MAX_SPANS = 1_024

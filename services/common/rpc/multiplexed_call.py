@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from services.common.packing import pack_u32
-from services.common.rows.shared_steps import shared_step
+from services.common.base.packing import pack_u32
+from services.common.base.shared_steps import shared_step
 from services.common.rpc.errors import DETAIL_KEY, from_detail, status_of
 from services.common.rpc.session import ClientSession
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2, router_pb2_grpc

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 
 if TYPE_CHECKING:
     import ssl
@@ -130,7 +130,7 @@ def _credentials(service: str) -> grpc.ChannelCredentials | None:
         return None
     # Imported only with TLS: loading settings costs more than the probe itself.
     from services.common.security.tls import channel_credentials
-    from services.common.settings import TlsSettings
+    from services.common.settings.service import TlsSettings
 
     settings = TlsSettings(_env_prefix=prefix)
     # Without a CA, the service must present its own certificate.

@@ -21,14 +21,14 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError, no_answer
+from services.common.base.errors import ErrorKind, SluiceError, no_answer
+from services.common.base.tasks import TaskOwner, asked_to_end, end_all
 from services.common.net.addresses import host_port, join
 from services.common.observability import telemetry
 from services.common.rpc.breaker import Breaker, LatencyQuantile, RetryBudget
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
 from services.common.rpc.multiplexed_call import MultiplexedCall
-from services.common.tasks import TaskOwner, asked_to_end, end_all
 
 log = logging.getLogger(__name__)
 

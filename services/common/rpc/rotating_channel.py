@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
+from services.common.base.tasks import TaskOwner
 from services.common.security.file_watcher import WatchedFiles
-from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 

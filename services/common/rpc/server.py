@@ -10,8 +10,8 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.net.addresses import host_port, join, listens_on_loopback
 from services.common.observability import scrape_server as scraping
 from services.common.rpc.auth_interceptor import access_interceptors
@@ -19,7 +19,7 @@ from services.common.rpc.channels import KEEPALIVE_MS, KEEPALIVE_OPTIONS, MIN_PI
 from services.common.rpc.guarded_server import GuardedServer
 from services.common.rpc.health import READINESS, Health
 from services.common.security.tls import server_credentials
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
-from services.common.budgets import Budget
-from services.common.errors import SESSION_CLOSED, ErrorKind, SluiceError
+from services.common.base.budgets import Budget
+from services.common.base.errors import SESSION_CLOSED, ErrorKind, SluiceError
 from services.common.observability.process_metrics import sessions
 from services.common.rpc.errors import from_rpc_error
 

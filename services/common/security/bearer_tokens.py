@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.security.file_watcher import WatchedFiles
 from services.common.security.identity import CALLERS, OPERATOR, SERVICES, WORKER, Caller, named
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 PREFIX = "sluice-tenant-"
 SALT_FIELDS = ("cache_salt", "extra_key")

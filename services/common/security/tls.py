@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.security.bearer_tokens import ShownTokens, shown_tokens
 from services.common.security.file_watcher import WatchedFiles
 from services.common.security.settings import HttpsSettings, PeerTokenSettings, TlsSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from services.common.base.tasks import TaskOwner
 from services.common.net.addresses import host_port, is_loopback
-from services.common.tasks import TaskOwner
 from services.gateway.admission import scopes
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind, SluiceError, quoted, shortened
+from services.common.base.errors import ErrorKind, SluiceError, quoted, shortened
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
 from services.gateway.admission.limits import Limit, LimitDecision
 from services.gateway.admission.scopes import Scope

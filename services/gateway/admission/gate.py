@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
-from services.common.budgets import TenantPool
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
+from services.common.base.budgets import TenantPool
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.gateway.admission import errors
 from services.gateway.admission.errors import Refused
 from services.gateway.admission.fair_queue import FairQueue

@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.security.file_watcher import WatchedFiles
 from services.gateway.admission import scopes
 from services.gateway.admission.scopes import Scope

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 
 class Scope(StrEnum):

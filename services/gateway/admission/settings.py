@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.redis.target import RedisLoginSettings
-from services.common.settings import CommaList
+from services.common.settings.service import CommaList
 from services.gateway.admission import scopes
 from services.gateway.admission.tenants import TenantSalt
 

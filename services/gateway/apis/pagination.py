@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.gateway.http.json_transport import read_limit
 
 MAX_LIMIT = 100

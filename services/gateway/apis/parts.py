@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.intake.pace import BodyPace
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
+from services.common.net.intake.pace import BodyPace
 from services.gateway.admission.gate import Gate
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.routes import ApiRoutes
+from services.gateway.backends.workers.fleet_control import FleetControl
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.operations.block_runner import BlockAnswerRunner
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.fleet_control import FleetControl
-from services.gateway.workers.registry import WorkerRegistry
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from math import inf
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 
 TIMEOUT_MS_HEADER = "x-request-timeout-ms"
 GRPC_TIMEOUT_HEADER = "grpc-timeout"

@@ -6,7 +6,7 @@ third one: it ends two at most.
 
 from __future__ import annotations
 
-from services.common.errors import (
+from services.common.base.errors import (
     ENGINE_UNHEALTHY,
     NOT_STARTED,
     SESSION_CLOSED,

@@ -9,14 +9,14 @@ from typing import Any, Protocol, cast
 from services.common.apis.prompts import ChatPrompt as ChatPrompt
 from services.common.apis.prompts import TextPrompt as TextPrompt
 from services.common.apis.prompts import TokenPrompt as TokenPrompt
-from services.common.errors import SluiceError
-from services.common.media.spans import MediaItem
+from services.common.base.errors import SluiceError
 from services.common.observability.receipts import reason_of
 from services.common.types.generation import FinishReason as FinishReason
 from services.common.types.generation import PositionLogprobs as PositionLogprobs
 from services.common.types.generation import PromptEmbeds
 from services.common.types.generation import Role as Role
 from services.common.types.generation import TokenLogprob as TokenLogprob
+from services.common.types.media.spans import MediaItem
 from services.common.types.sampling import UNSET
 from services.common.types.sampling import SamplingParams as SamplingParams
 from services.common.types.sampling import StructuredOutput as StructuredOutput

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,

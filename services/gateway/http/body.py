@@ -9,13 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.intake.json_intake import JsonIntake
-from services.common.intake.json_size import parsed_size
-from services.common.intake.json_values import Marks
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.net.http_policy import is_form
-from services.gateway import context
+from services.common.net.intake.json_intake import JsonIntake
+from services.common.net.intake.json_size import parsed_size
+from services.common.net.intake.json_values import Marks
+from services.gateway.core import context
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
 from services.gateway.http.middleware import scopes as scoped
 

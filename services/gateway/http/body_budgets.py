@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.common.budgets import Budget
-from services.common.media.parts import MediaLimits
+from services.common.base.budgets import Budget
+from services.common.types.media.parts import MediaLimits
 
 MAX_VALUES = 2_000_000
 """Values of a request body: numbers count 1, lists, objects and strings 10; refused, budget `body_values`."""

@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.pace import BodyPace
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.pace import BodyPace
 
 SETTING = "--max-body-mb"
 SMALL_BYTES = 64 << 10

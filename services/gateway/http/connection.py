@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from services.common.http.bounded_reader import BoundedReader
-from services.common.http.connection import BoundedHttpProtocol
+from services.common.net.http.bounded_reader import BoundedReader
+from services.common.net.http.connection import BoundedHttpProtocol
 
 CONNECTION_KEY = "sluice.connection"
 """Key in the scope of a request of what its connection keeps between requests."""

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from services.common.errors import MAX_MESSAGE_LENGTH, SluiceError, shortened, word
+from services.common.base.errors import MAX_MESSAGE_LENGTH, SluiceError, shortened, word
 from services.common.observability import telemetry
-from services.gateway import context
+from services.gateway.core import context
 
 _TYPES = {
     400: "invalid_request_error",

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.http.connection import ABORT_KEY
+from services.common.net.http.connection import ABORT_KEY
 
 SEND_KEY = "sluice.send"
 

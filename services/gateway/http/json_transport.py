@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.gateway.http.body import read_bytes, read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.connection import CONNECTION_KEY

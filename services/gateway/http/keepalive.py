@@ -7,7 +7,7 @@ import logging
 from time import monotonic
 from typing import Protocol
 
-from services.common.rows.shared_steps import shared_step
+from services.common.base.shared_steps import shared_step
 
 log = logging.getLogger(__name__)
 

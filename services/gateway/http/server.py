@@ -7,8 +7,8 @@ from functools import partial
 
 from starlette.types import ASGIApp
 
-from services.common.http.bounds import Bounds
-from services.common.http.server import BoundedServer, bind
+from services.common.net.http.bounds import Bounds
+from services.common.net.http.server import BoundedServer, bind
 from services.gateway.http.connection import GatewayConnection
 from services.gateway.http.inline_sender import RawSendMiddleware
 from services.gateway.http.socket_pace import SocketPace

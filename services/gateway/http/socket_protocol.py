@@ -10,8 +10,8 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto import events
 from wsproto.connection import ConnectionState
 
-from services.common.budgets import Budget
-from services.common.http.connection import ABORT_KEY
+from services.common.base.budgets import Budget
+from services.common.net.http.connection import ABORT_KEY
 from services.gateway.http.socket_frames import MAX_FRAGMENTS, POLICY_VIOLATION, Allowance, FrameSlicer, SocketViolation
 from services.gateway.http.socket_pace import SocketPace, WaitingSlice
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from services.common.budgets import TenantPool
-from services.common.errors import SluiceError
-from services.common.http.connection import ABORT_KEY
-from services.gateway import context
+from services.common.base.budgets import TenantPool
+from services.common.base.errors import SluiceError
+from services.common.net.http.connection import ABORT_KEY
+from services.gateway.core import context
 from services.gateway.http.connection import CONNECTION_KEY
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import abort

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from services.common.rows.shared_steps import shared_step
+from services.common.base.shared_steps import shared_step
 from services.gateway.http.keepalive import KeepaliveMonitor
 
 PAUSE_RATIO = 1.0

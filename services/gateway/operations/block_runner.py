@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
-from services.gateway.clients.token_bytes import TokenPieces
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.clients.token_bytes import TokenPieces
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest, Sink
 from services.gateway.operations.field_names import FieldNameMap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import SluiceError, with_field
+from services.common.base.errors import SluiceError, with_field
 
 _ITEM = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
 _PART = re.compile(r"messages\[\d+\]\.content\[\d+\]")

@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Protocol
 
-from services.common.errors import SluiceError, internal
-from services.common.tasks import TaskOwner
-from services.gateway.clients.token_bytes import TokenPieces
+from services.common.base.errors import SluiceError, internal
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
 from services.gateway.operations.logprobs import TokenText
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.parts import MediaInput
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.parts import MediaInput
+from services.gateway.backends.workers.capabilities import able
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt
 from services.gateway.operations.waiting import Gone, result_unless_gone
-from services.gateway.workers.capabilities import able
-from services.gateway.workers.registry import WorkerRegistry
 
 LARGE_CHARACTERS = 256 << 10
 """Least characters of text in media parts that are decoded in a thread."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.core.receipts import Receipt
 
 

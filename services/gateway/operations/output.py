@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import Finish
 from services.gateway.operations.operation import EVENT_STREAM, EventListener, Marked, Streamed, Unattached

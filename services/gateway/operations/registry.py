@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.errors import not_found
-from services.gateway import context
+from services.common.base.errors import not_found
+from services.gateway.backends.workers.model_waits import ModelWaits
+from services.gateway.core import context
 from services.gateway.operations.operation import Answer, Caller, Operation
-from services.gateway.workers.model_waits import ModelWaits
 
 
 class Operations:

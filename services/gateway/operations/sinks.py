@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.observability import telemetry
 from services.gateway.core.request import Finish
 from services.gateway.operations.logprobs import TokenText

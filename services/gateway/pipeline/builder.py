@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.placement.direct import DirectSelector
+from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.backends.placement.interfaces import PlaceStage
+from services.gateway.backends.placement.selector import WorkerSelector
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import GenerationRequest, TokenizedPrompt
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import EngineTokenizeStage
 from services.gateway.pipeline.plugins import Plugins
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.pipeline.stages import Components, TokenizeStage
-from services.gateway.placement.direct import DirectSelector
-from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.placement.interfaces import PlaceStage
-from services.gateway.placement.selector import WorkerSelector
 from services.gateway.streams.disaggregation import StreamRecovery
 from services.gateway.streams.migration import Migrator
-from services.gateway.workers.registry import WorkerEntry
 
 
 class Stages(NamedTuple):

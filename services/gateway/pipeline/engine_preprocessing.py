@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.common.errors import invalid, unavailable
+from services.common.base.errors import invalid, unavailable
+from services.gateway.backends.workers.capabilities import prompt_capabilities
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -17,8 +19,6 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from services.gateway.workers.capabilities import prompt_capabilities
-from services.gateway.workers.registry import WorkerEntry
 
 
 class EngineTokenizeStage:

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 
-from services.common.errors import unavailable
-from services.common.tasks import TaskOwner
-from services.gateway.workers.registry import WorkerRegistry
+from services.common.base.errors import unavailable
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 

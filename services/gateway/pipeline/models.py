@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.workers.capabilities import are_text_only
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import GenerationRequest
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.pipeline import Pipeline, build_pipeline, named
 from services.gateway.pipeline.stages import Components
-from services.gateway.workers.capabilities import are_text_only
-from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, quoted
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, quoted
+from services.common.base.packing import unpack_u32
 from services.common.observability import telemetry
-from services.common.packing import unpack_u32
-from services.gateway import context
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
+from services.gateway.backends.placement.interfaces import PlacementRequest
+from services.gateway.backends.workers.capabilities import able, are_text_only, with_adapter
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
+from services.gateway.core import context
 from services.gateway.core.generation import Generation
 from services.gateway.core.receipts import Receipt
 from services.gateway.core.request import (
@@ -41,12 +44,9 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import check_engine_capabilities
 from services.gateway.pipeline.model_lifecycle import ModelLifecycle
 from services.gateway.pipeline.stages import Components, Handler
-from services.gateway.placement.interfaces import PlacementRequest
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.running_memory import RunningShare
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers.capabilities import able, are_text_only, with_adapter
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 TEXT_SHARE = 0.5
 NO_LIMIT = 1 << 30

@@ -6,9 +6,9 @@ import importlib
 import inspect
 from typing import Any
 
+from services.gateway.backends.placement.interfaces import PlaceStage, WorkerRouter
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import Components, Handler, PostprocessStage, TokenizeStage
-from services.gateway.placement.interfaces import PlaceStage, WorkerRouter
 
 _METHODS = {"tokenize": "tokenize", "route": "route", "place": "place", "postprocess": "open", "handler": "start"}
 

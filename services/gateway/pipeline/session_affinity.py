@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from services.common.errors import invalid
-from services.gateway import context
+from services.common.base.errors import invalid
+from services.gateway.core import context
 
 HEADER = "x-session-id"
 SOURCES = (HEADER, "prompt_cache_key", "user")

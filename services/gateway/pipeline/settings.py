@@ -11,7 +11,7 @@ from pydantic import Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings
 
-from services.common.settings import CommaList
+from services.common.settings.service import CommaList
 from services.gateway.pipeline.config import PipelineConfig, PresetName, options, parse_stages, resolve
 
 

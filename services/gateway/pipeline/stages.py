@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from services.common.tasks import TaskOwner
-from services.gateway.clients.preprocess import PreprocessClient
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.placement.interfaces import WorkerRouter
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import FinishReason, GenerationRequest, Reservations, Sink, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.interfaces import WorkerRouter
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.errors import invalid, unavailable
+from services.common.base.errors import invalid, unavailable
 from services.common.security.tenant_salts import SALT_FIELDS, check_chosen
 from services.gateway.admission import tenants
 from services.gateway.admission.permit import Permit
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import GenerationRequest
-from services.gateway.workers.registry import WorkerEntry
 
 _REQUIRED_CAPABILITY = ("cache_salt", "")  # required by the gateway, not by a field of the request
 

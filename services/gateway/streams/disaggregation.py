@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 
-from services.common.errors import SluiceError, unavailable
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.errors import SluiceError, unavailable
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import DisaggregationPart, Role
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import RESUME_GUIDED, Migrator, note_inexact
 from services.gateway.streams.states import StreamState
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 

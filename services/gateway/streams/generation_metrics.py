@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from services.common.media.spans import items_within
 from services.common.observability.instruments import Counter, Histogram
+from services.common.types.media.spans import items_within
 from services.gateway import metrics
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.stream import GenerationStream

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 
-from services.common.errors import ErrorKind, SluiceError, internal
-from services.common.rows.shared_steps import shared_step
-from services.gateway.clients.postprocess_link import PostLink
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.errors import ErrorKind, SluiceError, internal
+from services.common.base.shared_steps import shared_step
+from services.gateway.backends.clients.postprocess_link import PostLink
+from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.running import RunningStreams, internal_failure

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from itertools import count
 from math import inf
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
-from services.gateway.context import NO_CONTEXT, RequestContext
+from services.gateway.backends.placement.interfaces import Placement
 from services.gateway.core import deadlines
+from services.gateway.core.context import NO_CONTEXT, RequestContext
 from services.gateway.core.request import (
     DisaggregationPart,
     GenerationRequest,
@@ -21,7 +22,6 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.audit import recorded
 from services.gateway.streams.interfaces import NoRecovery, StreamObserver
 from services.gateway.streams.link_events import LinkEvents

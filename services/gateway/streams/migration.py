@@ -14,24 +14,24 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from services.common import logs
-from services.common.errors import SluiceError, internal, unavailable
+from services.common.base import logs
+from services.common.base.errors import SluiceError, internal, unavailable
+from services.common.base.packing import pack_u32
+from services.common.base.tasks import TaskOwner
 from services.common.observability import telemetry
-from services.common.packing import pack_u32
 from services.common.rpc.errors import PEER_CANCELLED, PEER_REFUSED
-from services.common.tasks import TaskOwner
-from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.backends.placement.interfaces import Placement, PlacementRequest, PlaceStage
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.deadlines import overdue
 from services.gateway.core.deaths import MAX_DEATHS
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
 from services.gateway.streams.suspects import Suspects
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from services.common.errors import SluiceError, unavailable
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import SluiceError, unavailable
+from services.common.base.shared_steps import shared_step
 from services.common.rpc.replicas import idlest
-from services.gateway.clients.postprocess_link import PostLink
+from services.gateway.backends.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.states import TextState
 from services.gateway.streams.stream import GenerationStream

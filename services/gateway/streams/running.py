@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.common.errors import SHUTTING_DOWN, ErrorKind, SluiceError, internal, overloaded, unavailable
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import SHUTTING_DOWN, ErrorKind, SluiceError, internal, overloaded, unavailable
+from services.common.base.shared_steps import shared_step
 from services.gateway.core.request import NULL_SINK, Finish, Reservations, Route, Sink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.generation_metrics import GenerationMetrics

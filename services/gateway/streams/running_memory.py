@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.common.budgets import TenantPool
+from services.common.base.budgets import TenantPool
 
 DEFAULT_BYTES = 1 << 30
 TENANT_SHARE = 0.75

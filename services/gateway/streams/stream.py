@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
 
-from services.common.errors import SluiceError, internal
+from services.common.base.errors import SluiceError, internal
+from services.common.base.packing import unpack_u32
 from services.common.observability import telemetry
-from services.common.packing import unpack_u32
-from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.context import RequestContext
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.core.context import RequestContext
 from services.gateway.core.receipts import Receipt, receipt_of
 from services.gateway.core.request import (
     DisaggregationPart,

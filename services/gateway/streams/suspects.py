@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakSet, ref
 
-from services.common.errors import SluiceError
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.errors import SluiceError
+from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.core.deaths import is_death
 from services.gateway.core.request import GenerationRequest
 from services.gateway.streams.stream import GenerationStream

@@ -15,8 +15,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from services.common.tasks import TaskOwner
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.clients.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 
 EACH_BYTE = "sluice-replace-each-byte"
 """Codec error handler of byte-fallback decoders: one U+FFFD per invalid byte, where "replace" has one per sequence."""

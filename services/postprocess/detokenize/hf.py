@@ -17,8 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import read_json
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import read_json
 from services.postprocess.detokenize.detokenizer import EACH_BYTE, ByteTable, TableDetokenizer, fallback_byte
 from services.postprocess.detokenize.vocabulary import LibraryVocabulary, TableVocabulary, Vocabulary
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.postprocess.detokenize.detokenizer import EACH_BYTE, ByteTable, fallback_byte
 from services.postprocess.detokenize.vocabulary import TableVocabulary, Vocabulary
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 CACHED_CHARS = 256
 """Sets of stop strings up to this total of code points are compiled once and shared between streams."""

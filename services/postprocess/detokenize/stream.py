@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.types.generation import FinishReason as FinishReason
 from services.postprocess.detokenize.detokenizer import Detokenizer
 from services.postprocess.detokenize.stops import StopScanner, compile_stops

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.models import read_json
+from services.common.packages.model_files import read_json
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engine_names import ENGINES
 from services.postprocess.parsers.families import FAMILIES

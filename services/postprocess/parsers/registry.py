@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from services.common.errors import invalid, quoted
+from services.common.base.errors import invalid, quoted
 from services.common.packages.engines import TESTED_VERSIONS
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext

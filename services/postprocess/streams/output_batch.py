@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.common.rows.shared_steps import shared_step
+from services.common.base.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.token_texts import TokenRecorder, TokenTexts
 from services.postprocess.parsers.events import Event, merge

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import ErrorKind, SluiceError
 from services.common.packages.extensions import PARSER_HOSTS, UnusableExtension, load_extension
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common.errors import SluiceError, invalid, quoted
-from services.common.intake.json_intake import foreign_json
+from services.common.base.errors import SluiceError, invalid, quoted
+from services.common.net.intake.json_intake import foreign_json
 from services.postprocess.detokenize.detokenizer import MAX_TAIL
 from services.postprocess.detokenize.stream import Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.common.errors import SluiceError, internal, overloaded
-from services.common.tasks import TaskOwner
+from services.common.base.errors import SluiceError, internal, overloaded
+from services.common.base.tasks import TaskOwner
 from services.postprocess.detokenize.stream import FinishReason, StreamOptions
 from services.postprocess.streams.factory import INLINE_TOKENS, AnyStream, StreamFactory, fed
 from services.postprocess.streams.parser_selection import ParserSelection

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded, unavailable
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, overloaded, unavailable
+from services.common.base.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content, Degraded, Event

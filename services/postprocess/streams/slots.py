@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from opentelemetry.trace import Span
 
-from services.common.errors import not_found
+from services.common.base.errors import not_found
 from services.common.observability import telemetry
 from services.postprocess.metrics import Metrics
 

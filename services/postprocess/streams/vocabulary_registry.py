@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from weakref import WeakValueDictionary
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, quoted
-from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, not_found, quoted
+from services.common.packages.model_files import PROCESSORS, ModelSpec, detect_processor, resolve
 from services.postprocess.detokenize import hf, mistral
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.detect import names_of, native_names, template_of, writes_tools

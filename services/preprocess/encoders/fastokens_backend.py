@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from services.common.packing import unpack_u64
+from services.common.base.packing import unpack_u64
 from services.preprocess.encoders.backend import Backend
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import orjson
 from tokenizers import Tokenizer
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
+from services.preprocess.contract.tokenizer import CacheStats
 from services.preprocess.encoders.backend import CACHE_OFF, Backend, EncoderOptions, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.encoders.segment_cache import SegmentCache
 from services.preprocess.encoders.split_points import SplitPoint, cut_before, find_cut
-from services.preprocess.protocol import CacheStats
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import numpy
 from mistral_common.tokens.tokenizers.base import Tokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.packing import pack_u32, unpack_u32
+from services.preprocess.contract.tokenizer import CacheStats
 from services.preprocess.encoders.backend import Backend, EncoderOptions, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
 from services.preprocess.encoders.segment_cache import SegmentCache
-from services.preprocess.protocol import CacheStats
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from mistral_common.tokens.tokenizers.base import SpecialTokens
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-from services.common.packing import pack_u32
-from services.preprocess.protocol import ChatRequest, Message
+from services.common.base.packing import pack_u32
+from services.preprocess.contract.tokenizer import ChatRequest, Message
 
 log = logging.getLogger(__name__)
 

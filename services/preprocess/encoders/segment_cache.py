@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sys import getsizeof
 from threading import Lock
 
+from services.preprocess.contract.tokenizer import CacheStats
 from services.preprocess.encoders.backend import Backend
-from services.preprocess.protocol import CacheStats
 
 ENTRY_OVERHEAD = 200
 """Bytes per entry beyond its text and ids, measured and rounded up."""

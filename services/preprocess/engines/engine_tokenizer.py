@@ -11,17 +11,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from services.common.base.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.child_rpc.process import engine_command
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.media.spans import MediaKind, MediaSpan
-from services.common.models import fingerprint, read_json
 from services.common.packages.engines import TESTED_VERSIONS, is_tested
+from services.common.packages.model_files import fingerprint, read_json
+from services.common.types.media.spans import MediaKind, MediaSpan
+from services.preprocess.contract.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerFacts
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
-from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.media.engine_media import read_prompt, with_blanks, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.protocol import ChatRequest, TokenizerFacts
 from services.preprocess.templates.processes import MODEL_FAULT
 from services.preprocess.tokenizers.engine_extensions import EngineOptions, MediaTokenizer
 

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.common.base.errors import ErrorKind, SluiceError, first_line
 from services.common.child_rpc.child import Channel, ChildLimits, serve
-from services.common.errors import ErrorKind, SluiceError, first_line
 from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, first_line
+from services.common.base.errors import ErrorKind, SluiceError, first_line
 from services.preprocess.engines.host import Answer, host
 
 MAX_REASON_CHARS = 200

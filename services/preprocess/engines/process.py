@@ -16,13 +16,13 @@ from typing import Any
 
 import orjson
 
+from services.common.base.errors import ErrorKind, SluiceError, overloaded, unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.child_rpc.lane import Call, Lane
 from services.common.child_rpc.process import Child, background_loop
-from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
-from services.common.tasks import TaskOwner
+from services.preprocess.contract.validation import as_json
 from services.preprocess.engines.tokenizer import read_error
 from services.preprocess.thread_pool import too_slow
-from services.preprocess.validation import as_json
 
 ATTEMPTS = 3
 WINDOW = 64

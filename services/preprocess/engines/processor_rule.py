@@ -12,11 +12,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from services.common.base.errors import SluiceError, invalid
 from services.common.child_rpc.process import engine_command
-from services.common.errors import SluiceError, invalid
+from services.preprocess.contract.tokenizer import ChatRequest, ImageRule, Message
 from services.preprocess.engines.process import EngineProcess
 from services.preprocess.media.rules import MAX_TOKENS
-from services.preprocess.protocol import ChatRequest, ImageRule, Message
 from services.preprocess.tokenizers.engine_extensions import EngineOptions, NoImages
 
 log = logging.getLogger(__name__)

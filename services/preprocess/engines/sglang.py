@@ -18,12 +18,12 @@ from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
+from services.preprocess.contract.tokenizer import ChatRequest
+from services.preprocess.contract.validation import typed_placeholder
 from services.preprocess.engines.sglang_images import ImageProcessor, UnsupportedImages
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer, MediaPrompt
-from services.preprocess.protocol import ChatRequest
-from services.preprocess.validation import typed_placeholder
 
 VERSION: str = sglang.__version__
 

@@ -14,7 +14,7 @@ os.environ.setdefault("SGLANG_IO_WORKERS", "1")  # each thread takes address spa
 
 import torch
 
-from services.common.errors import first_line
+from services.common.base.errors import first_line
 
 ARCHITECTURES = ("Qwen2VLForConditionalGeneration",)
 """Models whose images are tested."""

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from services.common.models import detect_processor, file_name, read_json, tokenizer_files
+from services.common.packages.model_files import detect_processor, file_name, read_json, tokenizer_files
 
 _FAMILIES = {"hf": ("LlamaForCausalLM", "llama"), "mistral": ("MistralForCausalLM", "mistral")}
 _SMALLEST_MODEL: dict[str, Any] = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from services.common.errors import ErrorKind, SluiceError, first_line, invalid
-from services.preprocess.protocol import ChatRequest
+from services.common.base.errors import ErrorKind, SluiceError, first_line, invalid
+from services.preprocess.contract.tokenizer import ChatRequest
 
 PARAMS = ("messages", "tools", "documents", "chat_template", "chat_template_kwargs", "tool_choice")
 

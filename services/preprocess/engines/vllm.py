@@ -19,11 +19,11 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import TokenizeParams
 
-from services.common.errors import invalid
-from services.common.media.spans import MediaKind
+from services.common.base.errors import invalid
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer, MediaPrompt
-from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
 KINDS = tuple(kind.capability for kind in MediaKind)

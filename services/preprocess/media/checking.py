@@ -10,13 +10,13 @@ from time import perf_counter
 
 import orjson
 
+from services.common.base.errors import invalid, overloaded
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import bare_environment, module_command
-from services.common.errors import invalid, overloaded
-from services.common.media.facts import UNKNOWN_FORMAT, MediaFacts, formats_of, read_facts
-from services.common.media.spans import MediaKind, content_hash
+from services.common.types.media.facts import UNKNOWN_FORMAT, MediaFacts, formats_of, read_facts
+from services.common.types.media.spans import MediaKind, content_hash
 from services.preprocess.media.child import ENDS, IMAGES
 from services.preprocess.media.limits import CheckLimits
 

@@ -19,8 +19,8 @@ from importlib import import_module
 import orjson
 
 from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
-from services.common.media.facts import BadMedia, MediaFacts, facts_form
 from services.common.packages.extensions import MEDIA, find_extension
+from services.common.types.media.facts import BadMedia, MediaFacts, facts_form
 from services.preprocess.media.limits import ClipLimits
 
 Check = Callable[[bytes], MediaFacts]

@@ -6,13 +6,13 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.media.spans import MediaKind, MediaSpan
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.base.packing import pack_u32
+from services.common.types.media.spans import MediaKind, MediaSpan
+from services.preprocess.contract.tokenizer import Message
+from services.preprocess.contract.validation import typed_placeholder
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.samples import blank
-from services.preprocess.protocol import Message
-from services.preprocess.validation import typed_placeholder
 
 _KINDS = {kind.capability: kind for kind in MediaKind}
 MAX_BYTES = 128 << 20

@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.errors import invalid
-from services.common.media.facts import MediaFacts
-from services.common.media.spans import MediaKind, MediaSpan
-from services.common.packing import pack_u32, unpack_u32
-from services.preprocess.protocol import MediaRules
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.types.media.facts import MediaFacts
+from services.common.types.media.spans import MediaKind, MediaSpan
+from services.preprocess.contract.tokenizer import MediaRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from math import inf
 from time import monotonic
 from urllib.parse import urljoin
 
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
-from services.common.media.parts import MAX_URL, media_too_large
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.base.tasks import TaskOwner
+from services.common.types.media.parts import MAX_URL, media_too_large
 from services.preprocess.media.addresses import AllowedHosts
 from services.preprocess.media.https_get import FetchFailed, FileOverLimit, HttpsGet, UrlRefused, read_target
 

@@ -9,7 +9,7 @@ from struct import error as StructError
 
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from services.common.media.facts import UNKNOWN_FORMAT, BadMedia, ImageFacts
+from services.common.types.media.facts import UNKNOWN_FORMAT, BadMedia, ImageFacts
 from services.preprocess.media.limits import ImageLimits
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin)

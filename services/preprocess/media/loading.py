@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import SluiceError, invalid, overloaded
-from services.common.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
-from services.common.media.spans import MediaFile, MediaKind, content_hash
+from services.common.base.errors import SluiceError, invalid, overloaded
+from services.common.types.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
+from services.common.types.media.spans import MediaFile, MediaKind, content_hash
+from services.preprocess.contract.tokenizer import TokenizerProtocol, kinds_of
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.fetching import MediaFetcher
-from services.preprocess.protocol import TokenizerProtocol, kinds_of
 
 MAX_FETCHED_BYTES = 512 << 20
 """Bytes of fetched files of all requests that are being loaded; a request beyond it is refused as OVERLOADED."""

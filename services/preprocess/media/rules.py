@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.common.media.facts import AudioFacts, MediaFacts, VideoFacts
-from services.common.media.spans import MediaKind
-from services.common.models import read_json
-from services.preprocess.protocol import ImageRule, MediaRule, MediaRules
+from services.common.packages.model_files import read_json
+from services.common.types.media.facts import AudioFacts, MediaFacts, VideoFacts
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ImageRule, MediaRule, MediaRules
 
 MAX_TOKENS = 1 << 20
 """Tokens of one media item; one that takes more is refused, and a model whose every item would is not supported."""

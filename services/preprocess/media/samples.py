@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-from services.common.media.facts import AudioFacts, ImageFacts, VideoFacts
-from services.common.media.spans import MediaKind, content_hash, png_file
+from services.common.types.media.facts import AudioFacts, ImageFacts, VideoFacts
+from services.common.types.media.spans import MediaKind, content_hash, png_file
 from services.preprocess.media.expansion import CountedItem
 
 SAMPLE_RATE = 16_000

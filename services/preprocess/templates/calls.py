@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import SluiceError
-from services.common.intake.json_intake import foreign_json
-from services.common.rows.sendable_text import sendable_json
-from services.preprocess.protocol import Message
+from services.common.base.errors import SluiceError
+from services.common.base.sendable_text import sendable_json
+from services.common.net.intake.json_intake import foreign_json
+from services.preprocess.contract.tokenizer import Message
 from services.preprocess.templates.capabilities import ANY, HIDDEN, NAMED, SHORT, TEXT, TemplateCapabilities
 from services.preprocess.templates.turns import CALLS_AS_TEXT, LOOSE_ARGUMENTS, RESULTS_AS_USER, Turn, joined
 

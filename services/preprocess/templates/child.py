@@ -19,12 +19,12 @@ from typing import Any
 
 import orjson
 
+from services.common.base.errors import SluiceError
 from services.common.child_rpc.child import Channel, ChildLimits, ForkedService, serve_forks
-from services.common.errors import SluiceError
+from services.preprocess.contract.validation import as_json
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.turns import NOTES
-from services.preprocess.validation import as_json
 
 SOURCE_SIZE = Struct("<I")
 TEXT, ERROR, ENDS = b"\1", b"\2", b"\3"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from services.preprocess.protocol import Message, Tool
+from services.preprocess.contract.tokenizer import Message, Tool
 from services.preprocess.templates.calls import one_call_a_turn, with_arguments, with_ids, without_calls
 from services.preprocess.templates.capabilities import (
     AFTER,

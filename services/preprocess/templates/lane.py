@@ -12,11 +12,11 @@ from math import inf
 
 import orjson
 
-from services.common.budgets import Budget, BudgetPool
+from services.common.base.budgets import Budget, BudgetPool
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.child_rpc.lane import Call
 from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import Child
-from services.common.errors import ErrorKind, SluiceError, invalid
 from services.preprocess.templates import templates
 from services.preprocess.templates.child import ENDS, SOURCE_SIZE, TEXT, read_text
 from services.preprocess.templates.fair_calls import FairCalls

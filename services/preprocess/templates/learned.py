@@ -8,8 +8,8 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.protocol import Message, Tool
+from services.common.base.errors import ErrorKind, SluiceError
+from services.preprocess.contract.tokenizer import Message, Tool
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import UNKNOWN, TemplateCapabilities
 from services.preprocess.templates.learning import CannotProbe, learn

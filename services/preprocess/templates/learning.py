@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from services.preprocess.protocol import Message, Tool
+from services.preprocess.contract.tokenizer import Message, Tool
 from services.preprocess.templates.capabilities import (
     AFTER,
     ANY,

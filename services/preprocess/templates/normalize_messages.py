@@ -5,13 +5,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from services.common.budgets import Budget
-from services.common.errors import invalid
-from services.common.intake.json_intake import MAX_VALUES
-from services.common.intake.json_scan import Scan
-from services.common.intake.json_values import too_many_values
-from services.preprocess.protocol import Message
-from services.preprocess.validation import MEDIA_PARTS
+from services.common.base.budgets import Budget
+from services.common.base.errors import invalid
+from services.common.net.intake.json_intake import MAX_VALUES
+from services.common.net.intake.json_scan import Scan
+from services.common.net.intake.json_values import too_many_values
+from services.preprocess.contract.tokenizer import Message
+from services.preprocess.contract.validation import MEDIA_PARTS
 
 _VALUES = Budget("body_values", MAX_VALUES, "")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.models import open_thought
-from services.common.packing import unpack_u32
-from services.preprocess.protocol import TokenizerProtocol
+from services.common.base.packing import unpack_u32
+from services.common.packages.model_files import open_thought
+from services.preprocess.contract.tokenizer import TokenizerProtocol
 
 _COMPARED = 64
 """Last characters of a thought, without white space, that the prompt must end with."""

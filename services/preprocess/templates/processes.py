@@ -15,13 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, overloaded
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.lane import stopping
 from services.common.child_rpc.pool import ForkPool
 from services.common.child_rpc.process import background_loop, bare_environment, module_command
-from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.child import job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.preprocess.protocol import Message
+from services.preprocess.contract.tokenizer import Message
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.turns import (
     SYSTEM_AS_USER,

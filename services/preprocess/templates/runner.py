@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.templates import RenderedText

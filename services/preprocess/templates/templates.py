@@ -15,8 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.common.errors import SluiceError, invalid
-from services.preprocess.protocol import Message, Tool
+from services.common.base.errors import SluiceError, invalid
+from services.preprocess.contract.tokenizer import Message, Tool
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.histories import fit, is_plain
 from services.preprocess.templates.learning import CannotProbe, learn

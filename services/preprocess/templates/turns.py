@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from services.preprocess.protocol import Message
+from services.preprocess.contract.tokenizer import Message
 
 SYSTEM_AS_USER, CALLS_AS_TEXT, RESULTS_AS_USER = "system_as_user", "tool_calls_as_text", "tool_results_as_user"
 LOOSE_ARGUMENTS, USER_IN_RESULT = "tool_arguments_not_an_object", "user_text_in_tool_result"

@@ -8,10 +8,10 @@ import types
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import fingerprint, read_json
-from services.preprocess.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.protocol import HINTS, TokenizerFacts, TokenizerProtocol
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import fingerprint, read_json
+from services.preprocess.contract.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.contract.tokenizer import HINTS, TokenizerFacts, TokenizerProtocol
 
 UNKNOWN_VOCABULARY = 1 << 31
 """Size of a vocabulary that neither the class nor the model's files give: every id may be one."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import MediaSpan
 from services.common.packages.extensions import MEDIA, TOKENIZERS, UnusableExtension, load_extension
+from services.common.types.media.spans import MediaSpan
+from services.preprocess.contract.tokenizer import ChatRequest, ChatTokenizer, ImageRule, TokenizerProtocol
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.rules import ModelFiles
-from services.preprocess.protocol import ChatRequest, ChatTokenizer, ImageRule, TokenizerProtocol
 
 PROCESSOR = "image-processor"
 """The entry point of rules by a model's own processor: a class with the parameters of `processor_rule`."""

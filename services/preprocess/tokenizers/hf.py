@@ -12,16 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.common.errors import SluiceError, invalid
-from services.common.media.spans import MediaKind
-from services.common.models import fingerprint, read_json
-from services.common.packing import pack_u32, unpack_u32
-from services.preprocess.encoders.backend import EncoderOptions
-from services.preprocess.encoders.hf import HfEncoder
-from services.preprocess.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.limits import Limits
-from services.preprocess.media.rules import ModelFiles, media_rules
-from services.preprocess.protocol import (
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import fingerprint, read_json
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.contract.tokenizer import (
     HINTS,
     CacheStats,
     ChatRequest,
@@ -32,11 +28,15 @@ from services.preprocess.protocol import (
     PendingPrompt,
     TokenizerFacts,
 )
+from services.preprocess.contract.validation import MEDIA_PARTS
+from services.preprocess.encoders.backend import EncoderOptions
+from services.preprocess.encoders.hf import HfEncoder
+from services.preprocess.limits import Limits
+from services.preprocess.media.rules import ModelFiles, media_rules
 from services.preprocess.templates.learned import learned
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 from services.preprocess.tokenizers.engine_extensions import EngineOptions, NoImages, has_processor, processor_rule
 from services.preprocess.tokenizers.placeholders import Placeholders
-from services.preprocess.validation import MEDIA_PARTS
 
 log = logging.getLogger(__name__)
 

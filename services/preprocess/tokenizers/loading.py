@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from services.common.errors import ErrorKind, SluiceError, first_line, invalid
-from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec, detect_processor, resolve
+from services.common.base.errors import ErrorKind, SluiceError, first_line, invalid
+from services.common.packages.model_files import ENGINE_PROCESSORS, PROCESSORS, ModelSpec, detect_processor, resolve
+from services.preprocess.contract.tokenizer import TokenizerProtocol
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.custom import load_custom
 from services.preprocess.tokenizers.engine_extensions import EngineOptions, engine_tokenizer
 

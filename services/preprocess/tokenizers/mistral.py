@@ -22,15 +22,12 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerV
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokenizer
 from pydantic import ValidationError
 
-from services.common.errors import first_line, invalid, quoted
-from services.common.media.spans import MediaKind
-from services.common.models import fingerprint, read_json
-from services.common.packing import pack_u32, unpack_u32
-from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
-from services.preprocess.encoders.mistral import MistralEncoder
-from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.generation_defaults import generation_defaults
-from services.preprocess.protocol import (
+from services.common.base.errors import first_line, invalid, quoted
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import fingerprint, read_json
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.generation_defaults import generation_defaults
+from services.preprocess.contract.tokenizer import (
     EFFORT,
     HINTS,
     CacheStats,
@@ -40,6 +37,9 @@ from services.preprocess.protocol import (
     TokenizerFacts,
     Tool,
 )
+from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
+from services.preprocess.encoders.mistral import MistralEncoder
+from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.templates.capabilities import REASONING_FIELDS, STANDARD_FIELDS
 from services.preprocess.templates.histories import fit
 from services.preprocess.templates.learning import learn

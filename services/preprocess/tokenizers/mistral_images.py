@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mistral_common.tokens.tokenizers.image import ImageConfig, ImageEncoding, SpecialImageIDs
 
-from services.preprocess.protocol import ImageRule, Message
+from services.preprocess.contract.tokenizer import ImageRule, Message
 
 IMAGE_PART: Message = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 """An image in the form that mistral-common reads; its file is not looked at."""

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
-from services.common.packing import pack_u32
-from services.preprocess.protocol import ChatRequest
+from services.common.base.packing import pack_u32
+from services.preprocess.contract.tokenizer import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from services.common.errors import SluiceError
-from services.common.media.facts import AudioFacts, ImageFacts, MediaFacts, VideoFacts
-from services.common.media.spans import content_hash
-from services.common.packing import pack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u32
+from services.common.types.media.facts import AudioFacts, ImageFacts, MediaFacts, VideoFacts
+from services.common.types.media.spans import content_hash
+from services.preprocess.contract.tokenizer import ChatRequest, Message, TokenizerProtocol, kinds_of
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.media.samples import FRAME_RATE, SAMPLE_RATE, sample_avi, sample_png, sample_wav
-from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol, kinds_of
 
 log = logging.getLogger(__name__)
 

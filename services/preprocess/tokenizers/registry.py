@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 
-from services.common.errors import SluiceError, not_found, quoted, unavailable
-from services.common.models import ModelSpec
-from services.common.tasks import TaskOwner
-from services.preprocess.protocol import TokenizerProtocol
+from services.common.base.errors import SluiceError, not_found, quoted, unavailable
+from services.common.base.tasks import TaskOwner
+from services.common.packages.model_files import ModelSpec
+from services.preprocess.contract.tokenizer import TokenizerProtocol
 from services.preprocess.tokenizers.probes import media_fingerprint, prompt_fingerprint
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from services.common import logs
-from services.common.errors import ErrorKind, SluiceError, internal, word
+from services.common.base import logs
+from services.common.base.errors import ErrorKind, SluiceError, internal, word
+from services.common.base.tasks import end_all
 from services.common.net.http_policy import HttpPolicy, HttpRefusal, PolicyMiddleware
 from services.common.observability import telemetry
 from services.common.rpc.auth_interceptor import CallerCheck
 from services.common.security import identity
-from services.common.tasks import end_all
 from services.router.http_api import route
 from services.router.http_api.bodies import BodyLimits, read_object
 from services.router.rpc.service import RouterService

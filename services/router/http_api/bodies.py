@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from services.common.budgets import Budget, BudgetPool
-from services.common.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, quoted
+from services.common.base.budgets import Budget, BudgetPool
+from services.common.base.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, quoted
 from services.common.net.http_policy import is_form
 from services.router.scheduling.body_intake import BodyIntake
 

@@ -9,8 +9,8 @@ from uuid import uuid4
 from google.protobuf.descriptor import FieldDescriptor
 from starlette.requests import Request
 
-from services.common.errors import invalid, quoted
-from services.common.packing import unpack_u32
+from services.common.base.errors import invalid, quoted
+from services.common.base.packing import unpack_u32
 from services.router.http_api.bodies import check_lists
 from services.router.scheduling.queries import for_policies
 from sluice.v1 import common_pb2, router_pb2

@@ -8,13 +8,13 @@ import ssl
 
 from starlette.types import ASGIApp
 
-from services.common.budgets import BudgetPool
-from services.common.http.bounds import Bounds
-from services.common.http.server import BoundedServer, bind
+from services.common.base.budgets import BudgetPool
+from services.common.base.tasks import TaskOwner
+from services.common.net.http.bounds import Bounds
+from services.common.net.http.server import BoundedServer, bind
 from services.common.net.http_policy import http_policy
 from services.common.rpc.auth_interceptor import caller_check
 from services.common.security.tls import server_context
-from services.common.tasks import TaskOwner
 from services.router.http_api.app import HttpApi
 from services.router.http_api.bodies import BodyLimits
 from services.router.scheduling.body_intake import BodyIntake

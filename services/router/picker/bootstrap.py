@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 
 from grpc_health.v1 import health_pb2
 
-from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.server import GrpcServer
-from services.common.tasks import TaskOwner
 from services.router.picker.gateways import Gateways
 from services.router.picker.picker import Picker, PickerConfig
 from services.router.picker.server import SERVICE, PickerLimits, PickerService

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 from google.protobuf import struct_pb2
 
-from services.common.errors import ErrorKind, SluiceError, word
-from services.common.intake.json_intake import foreign_json
+from services.common.base.errors import ErrorKind, SluiceError, word
+from services.common.net.intake.json_intake import foreign_json
 from services.common.observability.receipts import RECEIPT
 from services.router.picker.http_request import (
     SERVED_KEY,

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from services.common.apis.prompts import dump_json
-from services.common.errors import SluiceError, invalid, quoted, unavailable
+from services.common.base.errors import SluiceError, invalid, quoted, unavailable
 from services.common.observability.receipts import ASKED, is_asked
 from services.common.security.tenant_salts import check_body as check_salts
 from services.router.picker.gateways import GatewayEndpoint, Gateways

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from services.common.budgets import BudgetPool
-from services.common.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, overloaded, word
-from services.common.intake.parts_pace import BodyParts, PartsPace
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, overloaded, word
+from services.common.net.intake.parts_pace import BodyParts, PartsPace
 from services.common.rpc.errors import abort
 from services.common.rpc.session import FramePace
 from services.router.metrics import Metrics

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.discovery.tokenizer_agreement import Fingerprints, same_tokenizer
-from services.common.errors import ErrorKind, SluiceError
 from services.router.state.workers.worker import Worker
 
 TOKENIZER_DIFFERS = "tokenizer_differs"

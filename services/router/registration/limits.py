@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, quoted
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, quoted
 from services.router.state.workers.worker import Worker
 
 MAX_MODELS = 128

@@ -7,8 +7,8 @@ import time
 from functools import lru_cache
 from itertools import chain
 
-from services.common.budgets import Budget
-from services.common.rows.shared_steps import shared_step
+from services.common.base.budgets import Budget
+from services.common.base.shared_steps import shared_step
 from services.router.registration.limits import MAX_MODELS, RegistrationLimits
 from services.router.registration.stream import WorkerStream
 from services.router.state.store.base import StoreUnavailable

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.router.registration.joining import MESSAGES, check_block_size, reason_to_set_aside
 from services.router.registration.name_pins import NamePin
 from services.router.registration.stream_messages import (

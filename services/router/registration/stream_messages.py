@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.rpc.session import WINDOW_S as FRAMES_WINDOW_S
 from services.common.rpc.session import FramePace
 from services.router.state.kv_index.events import HASH_BYTES, EventBatch, Tier

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.common.rpc.media import read_spans
 from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from services.common import logs
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.base import logs
+from services.common.base.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.observability import telemetry
 from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import abort, answer

@@ -10,14 +10,14 @@ from hashlib import sha256
 
 from google.protobuf.message import DecodeError
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
+from services.common.base.errors import MAX_ADDRESS_LENGTH, check_name, invalid, quoted
+from services.common.base.packing import pack_u64
+from services.common.base.shared_steps import shared_step
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import MAX_ADDRESS_LENGTH, check_name, invalid, quoted
-from services.common.hashing import HASH_SCHEME
 from services.common.net.addresses import is_reachable
-from services.common.packing import pack_u64
-from services.common.rows.shared_steps import shared_step
 from services.common.security.identity import ANONYMOUS, Caller
+from services.common.types.hashing import HASH_SCHEME
 from services.router.registration.stream_messages import Leaving, LoadReport, Replies, SnapshotChunk, WorkerMessage
 from services.router.state.kv_index.events import HASH_BYTES, BlockOp, CacheOperation, EventBatch, Tier
 from services.router.state.reservations.cost import Load

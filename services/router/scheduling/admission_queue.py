@@ -20,9 +20,9 @@ from enum import Enum
 from itertools import count
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
-from services.common.rows.shared_steps import shared_step
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError, quoted, unavailable
+from services.common.base.shared_steps import shared_step
+from services.common.base.tasks import TaskOwner
 from services.router.scheduling.disaggregation import DisaggPlanner
 from services.router.scheduling.queries import Query
 from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from services.common.budgets import Budget, BudgetPool
-from services.common.errors import ErrorKind, invalid
-from services.common.intake.json_intake import MAX_VALUES, JsonIntake
-from services.common.intake.json_size import parsed_size
-from services.common.intake.json_values import Marks
-from services.common.intake.pace import LARGE_BYTES, BodyPace
+from services.common.base.budgets import Budget, BudgetPool
+from services.common.base.errors import ErrorKind, invalid
+from services.common.net.intake.json_intake import MAX_VALUES, JsonIntake
+from services.common.net.intake.json_size import parsed_size
+from services.common.net.intake.json_values import Marks
+from services.common.net.intake.pace import LARGE_BYTES, BodyPace
 from services.router.scheduling.request_bodies import PARAM, ReadBody, read_body
 
 MAX_WAITING = 64

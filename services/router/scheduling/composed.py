@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import unavailable
+from services.common.base.errors import unavailable
 from services.router.metrics import Metrics
 from services.router.scheduling.policies.composition import Composition, Ranking
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest

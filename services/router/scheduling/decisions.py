@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.common.media.spans import items_within
+from services.common.types.media.spans import items_within
 from services.router.scheduling.queries import Query, RouteResult
 from services.router.state.reservations.ids import unscoped
 from services.router.state.workers.worker import Role, WorkerRank

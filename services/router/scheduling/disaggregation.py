@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
+from services.common.base.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
 from services.router.state.kv_index.index import NO_OVERLAP, Overlap

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from services.common.errors import ErrorKind, SluiceError, invalid, quoted
-from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.errors import ErrorKind, SluiceError, invalid, quoted
+from services.common.base.packing import pack_u64, unpack_u64
+from services.common.types.hashing import HASH_SCHEME, block_hashes
 from services.router.scheduling.policies.offers import Demand
 from services.router.scheduling.queries import Prompt
 from services.router.state.workers.worker import Worker

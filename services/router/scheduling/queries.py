@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from services.common.errors import check_name, invalid
-from services.common.media.spans import MediaSpan
+from services.common.base.errors import check_name, invalid
 from services.common.observability.receipts import reason_of
+from services.common.types.media.spans import MediaSpan
 from services.router.scheduling.request_bodies import AnyBody
 from services.router.state.kv_index.index import Overlap
 from services.router.state.reservations.cost import CostModel, Load

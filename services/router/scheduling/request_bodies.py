@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from services.common.apis.anthropic.prompt import read_chat as read_messages
 from services.common.apis.prompts import ChatPrompt, TextPrompt, TokenPrompt, chat_prompt
 from services.common.apis.responses.prompt import read_chat as read_responses
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.media.parts import MediaLimits, take_media
-from services.common.packing import pack_u32
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.base.packing import pack_u32
+from services.common.types.media.parts import MediaLimits, take_media
 
 PARAM = "prompt.openai_body"
 MAX_LIST_ITEMS = 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import in_blocks, routed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import lt
 from random import Random
 
-from services.common.errors import unavailable
+from services.common.base.errors import unavailable
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker
 from services.router.scheduling.policies.built_in import BuiltInPolicy
 from services.router.scheduling.policies.composition import Composition

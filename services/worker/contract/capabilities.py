@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from services.common.media.spans import MediaKind
+from services.common.types.media.spans import MediaKind
 from services.common.types.sampling import NAMES
 
 

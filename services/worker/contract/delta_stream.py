@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage
 from services.worker.contract.text_delta import TextUpdate

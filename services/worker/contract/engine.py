@@ -11,8 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, internal
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError, internal
+from services.common.base.tasks import TaskOwner
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import (

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError
-from services.common.media.spans import MediaFile as MediaFile
-from services.common.media.spans import MediaItem as MediaItem
-from services.common.media.spans import MediaKind as MediaKind
-from services.common.media.spans import MediaSpan as MediaSpan
+from services.common.base.errors import SluiceError
 from services.common.types.generation import FinishReason as FinishReason
 from services.common.types.generation import PositionLogprobs as PositionLogprobs
 from services.common.types.generation import PromptEmbeds as PromptEmbeds
 from services.common.types.generation import Role as Role
 from services.common.types.generation import TokenLogprob as TokenLogprob
+from services.common.types.media.spans import MediaFile as MediaFile
+from services.common.types.media.spans import MediaItem as MediaItem
+from services.common.types.media.spans import MediaKind as MediaKind
+from services.common.types.media.spans import MediaSpan as MediaSpan
 from services.common.types.sampling import UNSET
 from services.common.types.sampling import SamplingParams as SamplingParams
 from services.common.types.sampling import StructuredOutput as StructuredOutput

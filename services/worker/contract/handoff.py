@@ -15,10 +15,10 @@ from typing import get_type_hints
 
 from xxhash import xxh3_64_intdigest
 
-from services.common.errors import SluiceError, invalid
-from services.common.hashing import seed_for
-from services.common.intake.json_intake import foreign_json
-from services.common.packing import pack_u32
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u32
+from services.common.net.intake.json_intake import foreign_json
+from services.common.types.hashing import seed_for
 from services.worker.contract.generation import GenerateRequest, Role
 
 MAGIC = b"SLH1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.common.packages.extensions import ENGINES, UnusableExtension, find_extension, installed
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import LLMEngine
 from services.worker.engines import find_engine, own_names

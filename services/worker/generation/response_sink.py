@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError, internal
+from services.common.base.errors import SluiceError, internal
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from opentelemetry.trace import Span
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.observability import telemetry
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
 

@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found
 from services.common.types.sampling import RANGES
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig

@@ -6,8 +6,8 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
-from services.common.hashing import block_hashes, chain, local_hash, seed_for
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
+from services.common.types.hashing import block_hashes, chain, local_hash, seed_for
 from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events.events import BlockItem, EngineHash
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.observability.instruments import Counter
 from services.worker.contract.cache_events import KvEvent
 from services.worker.kv_events.events import EngineBatch, MalformedEvents

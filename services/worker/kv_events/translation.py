@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.blocks import Block, BlockRun, BlockTable
 from services.worker.kv_events.events import (

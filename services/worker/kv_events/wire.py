@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.media.spans import HASH_BYTES
+from services.common.types.media.spans import HASH_BYTES
 from services.worker.kv_events.events import (
     BlockItem,
     EngineBatch,

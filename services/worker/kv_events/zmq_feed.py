@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, MalformedEvents
 from services.worker.kv_events.wire import decode

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from services.common.errors import internal, invalid
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import internal, invalid
+from services.common.base.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.streams.session import PostSession
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from services.common.errors import invalid
-from services.common.intake.json_intake import foreign_json
-from services.preprocess.protocol import ChatRequest
-from services.preprocess.validation import checked_chat
+from services.common.base.errors import invalid
+from services.common.net.intake.json_intake import foreign_json
+from services.preprocess.contract.tokenizer import ChatRequest
+from services.preprocess.contract.validation import checked_chat
 
 T = TypeVar("T")
 MEDIA_PARTS = ("image", "audio", "video", "image_url", "input_audio", "video_url")

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from services.postprocess.detokenize.stream import StreamOptions
-from services.preprocess.protocol import TokenizerFacts
+from services.preprocess.contract.tokenizer import TokenizerFacts
 from services.worker.contract.generation import GenerateRequest, StopParams
 from services.worker.local_processing.body import ChatRequestBody
 

@@ -8,17 +8,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.common.errors import SluiceError
-from services.common.models import ENGINE_PROCESSORS, ModelSpec
+from services.common.base.errors import SluiceError
+from services.common.packages.model_files import ENGINE_PROCESSORS, ModelSpec
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.engine_names import engine_of
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
+from services.preprocess.contract.tokenizer import TokenizerProtocol
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint, prompt_fingerprint

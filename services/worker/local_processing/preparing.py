@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from services.common.errors import SluiceError, internal
-from services.common.tasks import TaskOwner
+from services.common.base.errors import SluiceError, internal
+from services.common.base.tasks import TaskOwner
 from services.worker.contract.generation import GenerateRequest
 
 log = logging.getLogger(__name__)

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
+from services.common.packages.model_files import ModelSpec
 from services.worker.contract.capabilities import MEDIA, Capability
 from services.worker.contract.engine import EngineConfig, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.local_processing.preparing import PromptPreparation
-from services.worker.processing_options import ProcessingOptions
+from services.worker.settings import ProcessingOptions
 
 if TYPE_CHECKING:  # the dependencies of these are not installed beside every engine
     from services.postprocess.streams.factory import StreamFactory
-    from services.preprocess.protocol import TokenizerProtocol
+    from services.preprocess.contract.tokenizer import TokenizerProtocol
     from services.preprocess.templates.processes import TemplateProcesses
     from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
     from services.worker.local_processing.prompts import PromptMaker

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from services.common.errors import overloaded
-from services.common.packing import unpack_u32
-from services.preprocess.protocol import TokenizerProtocol
+from services.common.base.errors import overloaded
+from services.common.base.packing import unpack_u32
+from services.preprocess.contract.tokenizer import TokenizerProtocol
+from services.preprocess.contract.validation import too_large
 from services.preprocess.templates.open_thought import ends_in_thought
 from services.preprocess.thread_pool import ComputePool
-from services.preprocess.validation import too_large
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest
 from services.worker.generation.validation import validate_prepared_prompt
 from services.worker.local_processing.body import read_body
 from services.worker.local_processing.completing import TokenizedPrompt, completed
-from services.worker.processing_options import PromptBounds
+from services.worker.settings import PromptBounds
 
 TEXT, CHAT = "prompt", "messages"
 

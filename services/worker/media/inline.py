@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from services.common.media.spans import MediaFile, MediaSpan, content_hash
 from services.common.rpc.media import read_files
+from services.common.types.media.spans import MediaFile, MediaSpan, content_hash
 from services.worker.contract.generation import MediaItem
 from services.worker.media.store import missing
 from services.worker.media.uploads import mismatch

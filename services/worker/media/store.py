@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 
-from services.common.errors import ErrorKind, SluiceError, overloaded
-from services.common.media.spans import MediaFile
+from services.common.base.errors import ErrorKind, SluiceError, overloaded
+from services.common.types.media.spans import MediaFile
 from services.worker.metrics import MediaMetrics
 
 OnDrop = Callable[[bytes], None]

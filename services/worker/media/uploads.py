@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.common.media.spans import HASH_BYTES, MediaFile, MediaSpan
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.types.media.spans import HASH_BYTES, MediaFile, MediaSpan
 from services.worker.contract.generation import MediaItem
 from services.worker.media.store import MediaStore, OnDrop, missing
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u64
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u64
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheTier, KvEvent
 from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog, NumberedBatch, chunks

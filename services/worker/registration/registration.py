@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability.instruments import Counter, Gauge
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.replicas import Replica, ReplicaSet

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from services.common.errors import ErrorKind, SluiceError, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, overloaded
 from services.worker.serving.status import WorkerStatus
 
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
+from services.common.base.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Sink
 from services.worker.contract.generation import (

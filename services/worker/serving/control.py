@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, not_found
 from services.worker.contract.capabilities import Capability
 from services.worker.generation.validation import require
 from services.worker.serving.worker import Worker

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded
 from services.worker.generation.validation import validate_embedding

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.common.packages.extensions import PROCESSING, UnusableExtension, load_extension
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.generation.response_sink import ResponseSink, SinkParams
-from services.worker.processing_options import ProcessingOptions
+from services.worker.settings import ProcessingOptions
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.errors import SluiceError, internal, invalid, overloaded
+from services.common.base.errors import SluiceError, internal, invalid, overloaded
+from services.common.base.packing import unpack_u32
+from services.common.base.shared_steps import shared_step
 from services.common.observability import telemetry
-from services.common.packing import unpack_u32
-from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.worker.contract.generation import MediaFile, MediaItem, MediaSpan

@@ -7,8 +7,8 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.errors import SluiceError, internal, invalid
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import SluiceError, internal, invalid
+from services.common.base.shared_steps import shared_step
 from services.worker.contract.generation import (
     Delta,
     FinishReason,

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common import models
-from services.common.errors import unavailable
+from services.common.base.errors import unavailable
+from services.common.packages import model_files as models
 
 PIECE_BYTES = 1 << 20
 

@@ -8,15 +8,15 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from services.common.errors import SluiceError, invalid
-from services.common.hashing import HASH_SCHEME
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.shared_steps import shared_step
 from services.common.observability import telemetry
-from services.common.packing import pack_u32, unpack_u32
-from services.common.rows.shared_steps import shared_step
 from services.common.rpc.channels import MIN_PING_INTERVAL_MS
 from services.common.rpc.errors import to_detail
 from services.common.rpc.generation import read_embeds, read_guided, read_sampling, write_logprobs
 from services.common.rpc.media import read_spans
+from services.common.types.hashing import HASH_SCHEME
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
 from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from services.common.budgets import Budget
-from services.common.errors import NOT_STARTED, SHUTTING_DOWN, ErrorKind, SluiceError, internal, invalid
+from services.common.base.budgets import Budget
+from services.common.base.errors import NOT_STARTED, SHUTTING_DOWN, ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
@@ -26,10 +26,10 @@ from services.worker.generation.validation import (
 )
 from services.worker.media.store import MediaStore
 from services.worker.metrics import WorkerMetrics
-from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.processing import local_processing
 from services.worker.serving.status import WorkerStatus
+from services.worker.settings import ProcessingOptions
 
 log = logging.getLogger(__name__)
 

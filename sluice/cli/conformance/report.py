@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from sluice import conformance
 from sluice.cli.errors import BadFlag
 from sluice.cli.trust import Trust

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.packing import pack_u32
-from services.gateway.workers.overview import WorkerState
+from services.common.base.packing import pack_u32
+from services.gateway.backends.workers.overview import WorkerState
 from sluice.cli.doctor import certificates
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks

@@ -22,7 +22,7 @@ async def examine(url: str) -> list[Finding]:
     try:
         from redis.exceptions import RedisError
 
-        from services.common.errors import SluiceError
+        from services.common.base.errors import SluiceError
         from services.common.redis.connect import open_probe
         from services.common.redis.servers import RedisServers
         from services.common.redis.target import parse

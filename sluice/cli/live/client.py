@@ -13,11 +13,11 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import SluiceError, sentence
+from services.common.base.errors import SluiceError, sentence
 from services.common.rpc.channels import open_channel
 from services.common.rpc.health import CLOCK_KEY, VERSION_KEY
 from services.common.rpc.replicas import ReplicaSet
-from services.gateway.workers.overview import WorkerState, worker_states
+from services.gateway.backends.workers.overview import WorkerState, worker_states
 from sluice.cli.errors import BadFlag
 from sluice.cli.live.endpoint import DEFAULT_GATEWAY, DEFAULT_ROUTER, Endpoint
 from sluice.v1 import router_pb2, router_pb2_grpc

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.gateway.admission.tenants import salted
 from sluice.cli.live.client import NotReached, RouteVerdict, Running, reached
 from sluice.cli.live.endpoint import Endpoint

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.gateway.workers.overview import WorkerState
+from services.gateway.backends.workers.overview import WorkerState
 from sluice.cli.live.client import reached
 from sluice.cli.live.endpoint import Endpoint
 

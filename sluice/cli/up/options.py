@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic_settings import BaseSettings
 
-from services.common.models import DEFAULT_SOURCE
+from services.common.packages.model_files import DEFAULT_SOURCE
 from services.worker.settings import WorkerSettings
 from sluice.cli.flags import flag
 from sluice.cli.up.pipeline import PipelineFlags

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from services.common import models
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.net.addresses import host_port, join
+from services.common.packages import model_files as models
 from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag

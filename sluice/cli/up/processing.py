@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic_settings import BaseSettings
 
 from services.common.discovery.processing_settings import NATIVE_CODE, NO_TRTLLM, ProcessingSettings
-from services.common.models import ModelSpec, detect_processor, is_hub_id, resolve
+from services.common.packages.model_files import ModelSpec, detect_processor, is_hub_id, resolve
 from sluice.cli.flags import arguments, flag
 
 FLAGS = ("vllm_processing", "sglang_processing", "trtllm_processing", "native_framework_processing")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.security.tls import PeerCredentials, channel_credentials, server_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 
 SERVICES = ("gateway", "preprocess", "router", "postprocess", "worker")
 AUTHORITY = "ca"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.observed_stream import REASONS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.refusals import INVALID, UNSUPPORTED, expect_refused

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import grpc
 
-from services.common.hashing import HASH_SCHEME
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
+from services.common.types.hashing import HASH_SCHEME
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.rule import expect, rule

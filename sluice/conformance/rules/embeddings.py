@@ -6,8 +6,8 @@ import math
 import uuid
 from array import array
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.refusals import UNSUPPORTED, expect_call_refused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.hashing import block_hashes
+from services.common.types.hashing import block_hashes
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.rule import expect, rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.refusals import expect_call_refused

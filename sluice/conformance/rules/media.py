@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import randbytes
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaKind, MediaSpan, content_hash, png_file
+from services.common.base.errors import ErrorKind
 from services.common.rpc.media import span_messages
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash, png_file
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.net.addresses import listens_on_loopback
 from sluice.conformance.caller import ConformanceClient
 from sluice.conformance.exceptions import NotChecked, RuleFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.refusals import INVALID, expect_refused, expect_unsupported

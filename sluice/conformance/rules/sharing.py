@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.rule import expect, rule

@@ -10,17 +10,17 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import SluiceError
-from services.common.models import ModelSpec
+from services.common.base.errors import SluiceError
+from services.common.packages.model_files import ModelSpec
 from services.gateway.core.request import ChatPrompt, GenerationRequest, TextPrompt
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.vocabulary_registry import load
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.contract.validation import parse_chat
 from services.preprocess.limits import Limits as PromptLimits
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.validation import parse_chat
 from tests.certificate.bodies import PATHS
 from tests.certificate.sides.side import Case, Result
 from tests.support.data.bodies import read

@@ -48,10 +48,10 @@ http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 
 FAKE_GRPC = """
 import asyncio, sys
-from services.common.runner import run
-from services.common.tasks import Stop
+from services.common.rpc.runner import run
+from services.common.base.tasks import Stop
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import router_pb2
 settings = GrpcServiceSettings(listen=sys.argv[1])
 async def serve(stop: Stop) -> None:

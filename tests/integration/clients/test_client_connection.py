@@ -27,13 +27,13 @@ from sluice_client import (
 )
 from sluice_client.wire import CostOverrides
 
-from services.common.errors import ErrorKind as ServiceErrorKind
-from services.common.errors import SluiceError as ServiceError
-from services.common.errors import unavailable
+from services.common.base.errors import ErrorKind as ServiceErrorKind
+from services.common.base.errors import SluiceError as ServiceError
+from services.common.base.errors import unavailable
 from services.common.net.ports import free_port
 from services.common.rpc.errors import abort
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 

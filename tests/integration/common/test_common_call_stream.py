@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common import logs
-from services.common.errors import ErrorKind, SluiceError, not_found, unavailable
+from services.common.base import logs
+from services.common.base.errors import ErrorKind, SluiceError, not_found, unavailable
 from services.common.observability import telemetry
 from services.common.rpc import multiplexed_call as call_stream
 from services.common.rpc.call_server import MultiplexedCallServer
@@ -20,7 +20,7 @@ from services.common.rpc.errors import answer
 from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 from tests.support.waiting import until
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, KEEPALIVE_MS, keepalive_ms_of, open_channel
 from services.common.rpc.replicas import ReplicaSet
 from sluice.v1 import worker_pb2, worker_pb2_grpc

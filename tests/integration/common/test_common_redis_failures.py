@@ -25,11 +25,11 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.redis import masters, servers
 from services.common.redis.failures import Failure, classify
 from services.common.redis.scripts import MAX_RESENT
-from services.common.tasks import TaskOwner
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter
@@ -37,7 +37,7 @@ from services.gateway.apis.batches.redis_store import RedisBatchStore
 from services.gateway.apis.batches.store import Limits
 from services.gateway.apis.responses.redis_store import RedisStore as RedisResponses
 from services.gateway.apis.responses.store import StoreLimits
-from services.gateway.workers.redis_fleet_store import RedisFleetStore
+from services.gateway.backends.workers.redis_fleet_store import RedisFleetStore
 from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis import RedisStore
 from tests.support.servers.scripted_redis import HANG_UP, SILENCE, ScriptedRedis, encoded

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter
@@ -20,7 +20,7 @@ from services.gateway.apis.batches.redis_store import RedisBatchStore
 from services.gateway.apis.batches.store import Limits
 from services.gateway.apis.responses.redis_store import RedisStore as RedisResponses
 from services.gateway.apis.responses.store import StoredResponse, StoreLimits
-from services.gateway.workers.redis_fleet_store import RedisFleetStore
+from services.gateway.backends.workers.redis_fleet_store import RedisFleetStore
 from services.router.state.reservations.cost import Offer
 from services.router.state.reservations.table import ReservationParams
 from services.router.state.store.base import StoreUnavailable

@@ -12,13 +12,13 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.base.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.net.ports import free_port
 from services.common.rpc import replicas
 from services.common.rpc.errors import abort
 from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.waiting import until
 

@@ -14,11 +14,11 @@ DEADLINE_S = 120
 
 HEAD = """
 import asyncio, sys
-from services.common.errors import unavailable
-from services.common.runner import run
-from services.common.tasks import Stop
-from services.common.settings import ServiceSettings
-from services.common.tasks import TaskOwner
+from services.common.base.errors import unavailable
+from services.common.rpc.runner import run
+from services.common.base.tasks import Stop
+from services.common.settings.service import ServiceSettings
+from services.common.base.tasks import TaskOwner
 settings = ServiceSettings(log_format="text")
 """
 

@@ -17,12 +17,12 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError, not_found
+from services.common.base.errors import ErrorKind, SluiceError, not_found
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import answer, from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.common.security.tls import channel_credentials
-from services.common.settings import GrpcServiceSettings, TlsSettings
+from services.common.settings.service import GrpcServiceSettings, TlsSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

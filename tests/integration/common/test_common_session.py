@@ -11,12 +11,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, ClientSession, serve_session
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 20

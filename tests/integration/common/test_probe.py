@@ -12,7 +12,7 @@ import trustme
 
 from services.common.rpc import probe
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import router_pb2
 
 

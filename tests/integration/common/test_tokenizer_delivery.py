@@ -16,19 +16,19 @@ import grpc
 import psutil
 import pytest
 
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.tasks import Stop
 from services.common.discovery import model_discovery
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
 from services.common.discovery.model_discovery import ModelDiscovery
 from services.common.discovery.tokenizer_fetch import HeldTokenizers, fetch_tokenizer
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import fingerprint
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import fingerprint
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
-from services.common.tasks import Stop
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess import __main__ as preprocess

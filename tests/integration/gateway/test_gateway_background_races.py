@@ -9,7 +9,7 @@ from uuid import uuid4
 import orjson
 import pytest
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.gateway.apis.responses.background import LEASE, BackgroundResponses, BackgroundRun
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoredResponse, StoreLimits

@@ -12,7 +12,7 @@ from uuid import uuid4
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.apis.batches.memory_store import MemoryBatchStore
 from services.gateway.apis.batches.records import OPEN, RESULT, UPLOAD, BatchRecord, FileRecord
 from services.gateway.apis.batches.redis_store import RedisBatchStore

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.gateway.apis.batches.memory_store import MemoryBatchStore
 from services.gateway.apis.batches.records import RESULT, BatchRecord, FileRecord

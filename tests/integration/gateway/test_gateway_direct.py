@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32, unpack_u32
-from services.gateway import context
-from services.gateway.context import NO_CONTEXT, RequestContext
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
+from services.gateway.core import context
+from services.gateway.core.context import NO_CONTEXT, RequestContext
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary

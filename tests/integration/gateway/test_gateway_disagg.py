@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError, no_answer
-from services.gateway.clients import link
+from services.common.base.errors import ErrorKind, SluiceError, no_answer
+from services.gateway.backends.clients import link
+from services.gateway.backends.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
+from services.gateway.backends.workers import connections as connections
 from services.gateway.core.request import (
     GenerationRequest,
     PositionLogprobs,
@@ -21,12 +23,10 @@ from services.gateway.core.request import (
 )
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.pipeline import StreamedGeneration
-from services.gateway.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
 from services.gateway.streams.disaggregation import HANDOFF_REFUSED, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.states import StreamState
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
 from services.worker.engines.mock import engine as mock_engine
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged

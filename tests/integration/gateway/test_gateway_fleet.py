@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
+from services.common.base.tasks import TaskOwner
 from services.common.net.ports import free_port
 from services.common.rpc import replicas
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
-from services.common.tasks import TaskOwner
+from services.common.settings.service import GrpcServiceSettings
+from services.gateway.backends.workers import connections as fleet_module
+from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.manager import StreamManager
-from services.gateway.workers import connections as fleet_module
-from services.gateway.workers.connections import ConnectionManager
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 from tests.support.servers.survival import Bookings
 from tests.support.waiting import until

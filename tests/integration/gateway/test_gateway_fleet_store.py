@@ -7,11 +7,11 @@ from uuid import uuid4
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.net.ports import free_port
-from services.gateway.workers import fleet_store, redis_fleet_store
-from services.gateway.workers.fleet_store import FleetStore, MemoryFleetStore
-from services.gateway.workers.redis_fleet_store import RedisFleetStore
+from services.gateway.backends.workers import fleet_store, redis_fleet_store
+from services.gateway.backends.workers.fleet_store import FleetStore, MemoryFleetStore
+from services.gateway.backends.workers.redis_fleet_store import RedisFleetStore
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.redis_server import RedisServer
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import unpack_u32
-from services.gateway import context
-from services.gateway.context import NO_CONTEXT
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import unpack_u32
+from services.gateway.core import context
+from services.gateway.core.context import NO_CONTEXT
 from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
@@ -92,7 +92,7 @@ async def test_a_handler(folder: Path) -> None:
         (PipelineConfig(stages={"route": "own_stages:Missing"}), "has no Missing"),
         (PipelineConfig(stages={"route": "own_stages:Tidy"}), "needs a method `async def route`"),
         (PipelineConfig(stages={"postprocess": "own_stages:Tidy"}), "needs a method `def open`"),
-        (PipelineConfig(stages={"tokenize": "services.common.errors:invalid"}), "is not a class"),
+        (PipelineConfig(stages={"tokenize": "services.common.base.errors:invalid"}), "is not a class"),
         (PipelineConfig(handler="own_stages:Tidy"), "needs a method `async def start`"),
         (PipelineConfig(stages={"route": "own_stages:Sticky", "place": "own_stages:FirstConnected"}), "leave stage"),
     ],

@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from services.common.http.bounds import Bounds
+from services.common.net.http.bounds import Bounds
 from services.gateway.apis.openai.choices import StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.core.request import Finish, FinishReason

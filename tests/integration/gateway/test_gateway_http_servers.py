@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import SluiceError
-from services.common.http.bounds import Bounds
+from services.common.base.errors import SluiceError
+from services.common.net.http.bounds import Bounds
 from services.gateway.http.body import read_json
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.server import HttpServer

@@ -12,9 +12,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
-from services.gateway.clients import link
+from services.gateway.backends.clients import link
+from services.gateway.backends.workers import connections as connections
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
@@ -24,8 +26,6 @@ from services.gateway.core.request import (
     StructuredOutput,
 )
 from services.gateway.streams.migration import MigrationPolicy
-from services.gateway.workers import connections as connections
-from services.gateway.workers.registry import WorkerEntry
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged
 from tests.support.waiting import until
 

@@ -9,16 +9,16 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import unpack_u32
-from services.gateway import context
-from services.gateway.clients import link
-from services.gateway.context import NO_CONTEXT, RequestContext
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import unpack_u32
+from services.gateway.backends.clients import link
+from services.gateway.backends.workers import connections as connections
+from services.gateway.core import context
+from services.gateway.core.context import NO_CONTEXT, RequestContext
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, SamplingParams, StopParams
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.workers import connections as connections
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.servers.survival import asking, staged
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import GenerationRequest, TokenizedPrompt
 from services.gateway.pipeline import model_lifecycle
 from services.gateway.pipeline import models as pipelines_module
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import Components
-from services.gateway.workers.registry import WorkerEntry
 from tests.support.servers.survival import Stage, asking, staged
 from tests.support.waiting import until
 

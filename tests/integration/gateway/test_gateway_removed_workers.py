@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.health import Health
-from services.common.tasks import TaskOwner
+from services.gateway.backends.workers import connections
 from services.gateway.core.request import StopParams
 from services.gateway.streams import watchdog
 from services.gateway.streams.watchdog import WorkerWatchdog
-from services.gateway.workers import connections
 from services.worker.serving.worker import Worker
 from tests.support.servers.survival import Stage, asking, staged
 from tests.support.waiting import until

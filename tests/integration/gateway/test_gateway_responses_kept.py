@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import PER_RESPONSE, MemoryStore, ResponseStore, StoredResponse, StoreLimits

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.base.tasks import TaskOwner
 from services.common.redis.target import Credentials
-from services.common.tasks import TaskOwner
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter

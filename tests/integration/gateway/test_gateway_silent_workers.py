@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.streams.watchdog import WorkerWatchdog

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.gateway.clients import link
+from services.common.base.errors import ErrorKind
+from services.gateway.backends.clients import link
+from services.gateway.backends.workers import connections
 from services.gateway.core.request import GenerationRequest, StopParams
-from services.gateway.workers import connections
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged
 from tests.support.waiting import until
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from services.common.base.errors import ErrorKind
 from services.common.child_rpc.fork_server import ForkServer
-from services.common.errors import ErrorKind
-from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.common.packages.engines import WORKING_VERSIONS
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.streams.factory import CustomParsers, StreamFactory

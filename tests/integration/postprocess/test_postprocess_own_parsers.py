@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.common.base.errors import SluiceError, unavailable
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import SluiceError, unavailable
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated import host

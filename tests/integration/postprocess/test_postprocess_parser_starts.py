@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import Child
-from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.engine_host import EngineHost

@@ -16,12 +16,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.tasks import Stop
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.common.tasks import Stop
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import INLINE_TOKENS

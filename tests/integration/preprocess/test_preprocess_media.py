@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes
-from services.common.media.parts import MediaInput, MediaLimits
-from services.common.media.spans import MediaKind, content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u64, unpack_u32, unpack_u64
 from services.common.net.ports import free_port
-from services.common.packing import pack_u64, unpack_u32, unpack_u64
 from services.common.rpc.channels import open_channel
 from services.common.rpc.media import input_messages, read_spans
 from services.common.rpc.server import GrpcServer
+from services.common.types.hashing import block_hashes
+from services.common.types.media.parts import MediaInput, MediaLimits
+from services.common.types.media.spans import MediaKind, content_hash
 from services.preprocess.media.addresses import AllowedHosts
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS

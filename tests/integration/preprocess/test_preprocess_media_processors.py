@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import block_hashes
-from services.common.media.parts import MediaLimits
-from services.common.media.spans import MediaKind, content_hash
-from services.common.packing import pack_u64, unpack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.media import read_spans
 from services.common.rpc.server import GrpcServer
+from services.common.types.hashing import block_hashes
+from services.common.types.media.parts import MediaLimits
+from services.common.types.media.spans import MediaKind, content_hash
 from services.preprocess.engines.processor_rule import ProcessorRule
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker

@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 
+from services.common.base.packing import unpack_u32
 from services.common.net.ports import free_port
-from services.common.packing import unpack_u32
 from services.common.rpc.replicas import ReplicaSet
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind
-from services.common.hashing import HASH_SCHEME, block_hashes
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, pack_u64, unpack_u32
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
-from services.preprocess.protocol import ChatRequest
+from services.common.types.hashing import HASH_SCHEME, block_hashes
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.thread_pool import ComputePool

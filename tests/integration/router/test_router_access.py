@@ -15,16 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security import file_watcher as watched
 from services.common.security.tls import PeerCredentials
-from services.gateway.clients.router import RouterClient
+from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import TokenizedPrompt
-from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.tokens import accept, shows

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, pack_u64, unpack_u64
+from services.common.base.packing import pack_u32, pack_u64, unpack_u64
+from services.common.types.hashing import block_hashes
 from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.state.store.redis import RedisStore
 from services.router.state.workers.worker import Role, Worker, WorkerRank

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32
-from services.gateway.clients.router import RouterClient
+from services.common.base.packing import pack_u32
+from services.common.types.hashing import block_hashes
+from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import Route, TokenizedPrompt
-from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer

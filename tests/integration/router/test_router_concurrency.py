@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
 from services.router.scheduling.queries import Prompt, Query, RouteResult
 from services.router.state.reservations.cost import CostModel
 from services.router.state.store.redis import RedisStore

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, pack_u64
+from services.common.base.packing import pack_u32, pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.registration.stream_messages import MIN_HASHES
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers

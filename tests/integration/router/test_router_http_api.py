@@ -14,8 +14,8 @@ import httpx
 import pytest
 from google.protobuf import json_format
 
-from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
+from services.common.types.hashing import block_hashes
 from services.router.http_api import server as http_server
 from services.router.http_api.route import answer_of
 from sluice.v1 import router_pb2
@@ -314,7 +314,7 @@ async def test_port_in_use_ends_the_start_with_its_name() -> None:
 
 
 async def _serve(router: RouterProcess) -> None:
-    from services.common.tasks import Stop
+    from services.common.base.tasks import Stop
     from services.router.__main__ import serve
 
     await serve(router.settings, Stop())

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
-from services.common.packing import pack_u32, pack_u64
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, pack_u64
 from services.common.rpc.media import span_messages
+from services.common.types.hashing import HASH_SCHEME, block_hashes
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import query, refusal, refused
 from tests.support.servers.redis_server import RedisServer

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
-from services.common.packing import pack_u64
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64
 from services.common.rpc.media import span_messages
 from services.common.rpc.server import GrpcServer
+from services.common.types.hashing import HASH_SCHEME, block_hashes
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 from services.preprocess.settings import PreprocessSettings
 from services.router.rpc.preprocess import PreprocessBodies
 from services.router.scheduling.queries import Prompt

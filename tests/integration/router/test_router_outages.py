@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
 from services.router.state.kv_index.events import Snapshot
 from services.router.state.store.redis import RedisStore
 from services.router.state.workers.worker import Role, Worker

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
+from services.common.types.hashing import block_hashes
 from services.router.picker import bootstrap, server
 from services.router.picker.picker import PickerConfig
 from sluice.v1 import common_pb2, router_pb2

@@ -11,13 +11,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from services.router.picker.server import SERVICE
 from tests.support.clients.ext_proc import Exchange
 from tests.support.data.authority import Authority

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.budgets import BudgetPool
+from services.common.base.budgets import BudgetPool
 from services.router.picker import bootstrap
 from services.router.picker.server import PickerLimits
 from services.router.router import Router

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.security.tls import channel_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from services.router.picker.bootstrap import with_own_certificate
 from services.router.settings import RouterSettings
 from tests.support.clients.ext_proc import Exchange

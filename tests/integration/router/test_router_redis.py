@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.hashing import block_hashes
+from services.common.types.hashing import block_hashes
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer

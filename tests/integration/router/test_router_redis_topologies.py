@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trustme
 
+from services.common.base.packing import pack_u64, unpack_u64
 from services.common.net.ports import free_port
-from services.common.packing import pack_u64, unpack_u64
 from services.common.redis.target import Credentials
 from services.router.state.kv_index.events import BlockOp, BlocksChanged, CacheOperation, EventBatch, Tier
 from services.router.state.reservations.cost import Load, Offer

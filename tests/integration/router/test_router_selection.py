@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import HASH_SCHEME, block_hashes
-from services.common.packing import pack_u32, pack_u64
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, pack_u64
+from services.common.types.hashing import HASH_SCHEME, block_hashes
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import RESERVE, prompt, query, refused
 from tests.support.data.loaded_tokenizers import tekken

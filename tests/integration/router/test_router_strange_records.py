@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
 from services.router.state.kv_index.events import BlockOp, CacheOperation, Tier, encode_ops
 from services.router.state.store import redis as redis_store
 from services.router.state.store.base import StoredModel

@@ -10,7 +10,7 @@ import pytest
 from sluice_client import Tls
 
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import worker_pb2
 from tests.support.data.authority import Authority
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.rpc.probe import probe_http
 from services.common.security import file_watcher as watched
 from services.common.security.settings import HttpsSettings

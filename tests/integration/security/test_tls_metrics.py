@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.observability.scrape_server import ScrapeEndpoint
 from services.common.security import file_watcher as watched
 from services.common.security.tls import metrics_context
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from tests.support.data.authority import Authority
 
 

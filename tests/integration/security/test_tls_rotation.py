@@ -18,7 +18,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
 from services.common.security import file_watcher as watched
 from services.common.security.tls import PeerCredentials, channel_credentials
-from services.common.settings import GrpcServiceSettings, TlsSettings
+from services.common.settings.service import GrpcServiceSettings, TlsSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.data.authority import Authority
 

@@ -15,9 +15,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
 from services.common.net.ports import free_port
+from services.common.types.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput

@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from services.common.errors import SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import SluiceError
 from services.common.net.ports import free_port
+from services.common.types.hashing import block_hashes
 from services.worker.kv_events import zmq_feed
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed

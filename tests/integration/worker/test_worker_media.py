@@ -11,10 +11,10 @@ import grpc
 import pytest
 from PIL import Image
 
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.media import span_messages
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.media.uploads import PART_BYTES
 from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc

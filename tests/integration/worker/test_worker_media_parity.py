@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.gateway.workers.capabilities import able, modalities
-from services.gateway.workers.registry import WorkerRegistry
+from services.common.base.errors import SluiceError
+from services.gateway.backends.workers.capabilities import able, modalities
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from services.worker.serving.wire import write_card

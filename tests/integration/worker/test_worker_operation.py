@@ -13,13 +13,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import Stop
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
-from services.common.tasks import Stop
+from services.common.settings.service import GrpcServiceSettings
 from services.worker import server as worker_server
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
-from services.common.models import ModelSpec
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import ModelSpec
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.gateway.clients.preprocess import TokenizerIdentity
-from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, compare
+from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.workers.tokenizer_parity import DIFFERS, PROVEN, compare
 from services.postprocess.detokenize.stream import Limits
 from services.postprocess.service import PostprocessService
 from services.postprocess.settings import PostprocessSettings
@@ -38,8 +38,8 @@ from services.preprocess.tokenizers.probes import prompt_fingerprint
 from services.preprocess.tokenizers.registry import ModelRegistry
 from services.worker.local_processing.processing import Processing
 from services.worker.local_processing.prompts import PromptMaker
-from services.worker.processing_options import PromptBounds
 from services.worker.server import WorkerServer
+from services.worker.settings import PromptBounds
 from sluice.conformance import Patience, Target, Verdict, run, select
 from sluice.v1 import (
     common_pb2,

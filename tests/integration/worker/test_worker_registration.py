@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.common.hashing import block_hashes
+from services.common.base.packing import unpack_u64
 from services.common.net.ports import free_port
-from services.common.packing import unpack_u64
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
+from services.common.types.hashing import block_hashes
 from services.worker.kv_events import event_log as cache_log
 from services.worker.server import WorkerServer
 from sluice.v1 import router_pb2, router_pb2_grpc

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.common.child_rpc.child import ChildLimits
-from services.common.models import ModelSpec
+from services.common.packages.model_files import ModelSpec
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
 from services.worker.serving import outbox

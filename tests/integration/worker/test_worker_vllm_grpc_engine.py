@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput

@@ -12,12 +12,12 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from services.common.errors import SluiceError
-from services.common.packing import pack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
 from tests.support.waiting import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.models import ModelSpec
+from services.common.packages.model_files import ModelSpec
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics

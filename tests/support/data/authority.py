@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 
 OPERATOR = "spiffe://sluice/operator"
 

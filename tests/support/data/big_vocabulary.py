@@ -10,7 +10,7 @@ from typing import Any
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import pre_tokenizers
 
-from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 from tests.support.data.tiny_models import CHATML, SPECIAL_TOKENS
 
 CONTEXT_LENGTH = 131_072

@@ -10,7 +10,7 @@ import orjson
 from services.common.apis.responses.conversation import conversation
 from services.common.apis.responses.items import read_items
 from services.common.apis.responses.tools import read_tools
-from services.common.intake.json_values import check_values
+from services.common.net.intake.json_values import check_values
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest

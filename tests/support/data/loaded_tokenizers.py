@@ -6,7 +6,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from services.common.models import ModelSpec
+from services.common.packages.model_files import ModelSpec
 from services.preprocess.limits import Limits
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer

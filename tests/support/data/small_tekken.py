@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 
 TOKENS = 16_000
 SPECIAL_TOKENS = 1_000

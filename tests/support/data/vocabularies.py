@@ -12,7 +12,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 from services.postprocess.detokenize import hf, mistral
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from tests.support.data.tiny_models import build_tiny_model

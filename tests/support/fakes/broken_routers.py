@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.packing import pack_u64, unpack_u64
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 Message = router_pb2.AttachRequest

@@ -12,12 +12,12 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import abort, from_rpc_error, to_detail
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 Action = worker_pb2.ControlRequest

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Self
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.contract.generation import (

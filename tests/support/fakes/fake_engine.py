@@ -22,11 +22,11 @@ def _services_only(folder: str) -> None:
 
 def main(folder: str, mode: str) -> None:
     _services_only(folder)
+    from services.common.base.errors import ErrorKind, SluiceError
     from services.common.child_rpc.child import Channel
-    from services.common.errors import ErrorKind, SluiceError
+    from services.preprocess.contract.tokenizer import ChatRequest
     from services.preprocess.engines import host
     from services.preprocess.engines.tokenizer import EngineFacts, error_form
-    from services.preprocess.protocol import ChatRequest
 
     class Tokenizer:
         facts = EngineFacts("1", 256, (2,), 0, "template", True)

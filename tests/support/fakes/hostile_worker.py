@@ -17,9 +17,9 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.hashing import HASH_SCHEME
-from services.common.models import fingerprint
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
+from services.common.packages.model_files import fingerprint
+from services.common.types.hashing import HASH_SCHEME
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.waiting import until
 

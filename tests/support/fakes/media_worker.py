@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import invalid
-from services.common.media.spans import content_hash
-from services.common.packing import pack_u32
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32
 from services.common.rpc.errors import to_detail
+from services.common.types.media.spans import content_hash
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 TOKENS_PER_ITEM = 4

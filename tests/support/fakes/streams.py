@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import unpack_u32
 from services.common.rpc.breaker import Breaker
-from services.gateway.clients.postprocess_link import PostLink
-from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.backends.clients.postprocess_link import PostLink
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.placement.interfaces import Placement
 from services.gateway.core.request import (
     Finish,
     FinishReason,
@@ -23,7 +24,6 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.interfaces import StreamObserver
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.running_memory import RunningShare

@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import content_hash
-from services.common.packing import unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import unpack_u32
+from services.common.types.media.spans import content_hash
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.fakes.broken_workers import (
     Action,

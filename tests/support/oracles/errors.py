@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.settings import ServiceSettings
+from services.common.settings.service import ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings

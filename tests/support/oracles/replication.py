@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from services.common.errors import SluiceError
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u64, unpack_u64
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import LoadReport, Replies, SnapshotChunk, WorkerMessage
 from services.router.router import Router, RouterConfig

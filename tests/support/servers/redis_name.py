@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 
 
 class RedisName:

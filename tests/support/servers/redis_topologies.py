@@ -12,7 +12,7 @@ from redis import Redis
 from redis.crc import key_slot
 
 from services.common.net.ports import free_port
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from tests.support.servers.redis_server import RedisServer
 
 SLOTS = 16_384

@@ -12,9 +12,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
+from services.common.base.tasks import Stop
 from services.common.rpc.channels import open_channel
-from services.common.tasks import Stop
 from services.router.__main__ import serve
 from services.router.settings import RouterSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc

@@ -7,8 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u32, pack_u64
+from services.common.base.packing import pack_u32, pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import LoadReport
 from services.router.router import Router, RouterConfig

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import ClientSession
-from services.common.settings import GrpcServiceSettings
+from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 

@@ -17,14 +17,17 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.errors import SluiceError, unavailable
+from services.common.base.errors import SluiceError, unavailable
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.tasks import Stop, TaskOwner
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
-from services.common.tasks import Stop, TaskOwner
-from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.clients.router import RouterClient
+from services.common.settings.service import GrpcServiceSettings
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.placement.routers import ServiceRouter
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.request import (
     Finish,
     GenerationRequest,
@@ -42,11 +45,8 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.stages import Components
-from services.gateway.placement.routers import ServiceRouter
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory

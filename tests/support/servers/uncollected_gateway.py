@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from services.common import runner
+from services.common.rpc import runner
 from services.gateway.__main__ import main
 from tests.support.oracles.circles import circles
 

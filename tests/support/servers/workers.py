@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.base.tasks import Stop
 from services.common.rpc.channels import open_channel
-from services.common.tasks import Stop
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 from unittest import mock
 
+from services.common.base.errors import SluiceError, internal
 from services.common.child_rpc.child import ChildLimits
-from services.common.errors import SluiceError, internal
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_detail
 from services.postprocess import service, wire
 from services.postprocess.detokenize.stream import Stream

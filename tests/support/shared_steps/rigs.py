@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 
 ROWS = 21
 INJECTED = "injected failure 7f3a"

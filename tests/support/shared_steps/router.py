@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, cast
 from unittest import mock
 
-from services.common.errors import SluiceError, internal
-from services.common.tasks import TaskOwner
+from services.common.base.errors import SluiceError, internal
+from services.common.base.tasks import TaskOwner
 from services.common.types.generation import Role
 from services.router.registration.manager import WorkerManager
 from services.router.rpc.workers import changes_of, worker_infos

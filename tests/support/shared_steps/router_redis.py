@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.redis.connect import Address
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import parse

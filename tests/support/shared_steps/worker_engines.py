@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
-from services.common.errors import SluiceError
-from services.common.models import ModelSpec
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import ModelSpec
 from services.common.rpc.errors import from_detail
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames

@@ -6,7 +6,7 @@ from array import array
 from typing import Any, cast
 from unittest import mock
 
-from services.common.errors import SluiceError, internal
+from services.common.base.errors import SluiceError, internal
 from services.common.rpc.errors import from_detail
 from services.worker.contract.generation import Delta, FinishReason, TokenLogprob, Usage
 from services.worker.contract.generation import PositionLogprobs as Position

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtensionOID
 
 from services.common.security.tls import channel_credentials, server_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from sluice.cli.certs import NAMES, Options, make
 from sluice.cli.errors import BadFlag
 from sluice.cli.main import main

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from sluice.cli.conformance import report as conformance
 from sluice.conformance import Report, Result, Rule, Verdict, junit, select
 from tests.support.repository import ROOT

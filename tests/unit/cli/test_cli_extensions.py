@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.router.scheduling.policies.stages import make_stage
 from services.worker.engines import find_engine
 from services.worker.engines.mock import MockEngine

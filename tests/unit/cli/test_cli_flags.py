@@ -12,7 +12,7 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from services.common.settings import CommaList
+from services.common.settings.service import CommaList
 from sluice.cli.flags import arguments, flag, made, with_flags
 
 

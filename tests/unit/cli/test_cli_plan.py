@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import models
-from services.common.settings import spelled_out
+from services.common.packages import model_files as models
+from services.common.settings.service import spelled_out
 from services.gateway.settings import GatewaySettings
 from sluice.cli import commands, commands_up
 from sluice.cli.errors import BadFlag

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common import logs
+from services.common.base import logs
 from sluice.cli.up.process import _interpreter, complaint, exit_words
 from sluice.cli.up.ready import reachable
 from sluice.cli.up.supervisor import Restarts

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.worker.engines.transformers.folder import read_folder
 from sluice.cli.commands import invoke

@@ -17,7 +17,7 @@ from sluice_client import (
 from sluice_client import wire as messages
 from sluice_client.errors import DETAIL_KEY, error_of_status
 
-from services.common import errors as services_errors
+from services.common.base import errors as services_errors
 from services.common.rpc import errors as grpc_errors
 from sluice.v1 import common_pb2
 

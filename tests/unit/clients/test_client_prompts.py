@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sluice_client import block_hashes, pack_u32, pack_u64, prompts, unpack_u32, unpack_u64
 from sluice_client.wire import PromptRef
 
-from services.common import hashing, packing
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
+from services.common.base import packing
+from services.common.types import hashing
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from services.common import budgets
-from services.common.budgets import TENANT_CODE, Budget, BudgetPool, TenantPool
-from services.common.errors import ErrorKind
+from services.common.base import budgets
+from services.common.base.budgets import TENANT_CODE, Budget, BudgetPool, TenantPool
+from services.common.base.errors import ErrorKind
 from tests.support.oracles.errors import raises_error
 
 

@@ -11,8 +11,16 @@ from grpc.aio import AioRpcError, Metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import errors
-from services.common.errors import MAX_MESSAGE_LENGTH, MAX_VALUE, ErrorKind, SluiceError, invalid, quoted, shortened
+from services.common.base import errors
+from services.common.base.errors import (
+    MAX_MESSAGE_LENGTH,
+    MAX_VALUE,
+    ErrorKind,
+    SluiceError,
+    invalid,
+    quoted,
+    shortened,
+)
 from services.common.rpc.errors import (
     DETAIL_KEY,
     MAX_MESSAGE,

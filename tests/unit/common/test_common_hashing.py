@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import packing
-from services.common.hashing import SEGMENT, PrefixHashes, block_hashes, chain, local_hash, seed_for
-from services.common.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
+from services.common.base import packing
+from services.common.base.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
+from services.common.types.hashing import SEGMENT, PrefixHashes, block_hashes, chain, local_hash, seed_for
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes, chain, local_hash
-from services.common.media.parts import MediaLimits, take_media
-from services.common.media.spans import MediaKind, MediaSpan, content_hash, items_within, png_file
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
 from services.common.rpc.media import input_messages, read_inputs, read_spans, span_messages
+from services.common.types.hashing import block_hashes, chain, local_hash
+from services.common.types.media.parts import MediaLimits, take_media
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash, items_within, png_file
 
 PNG = b"\x89PNG not really"
 DATA_URL = "data:image/png;base64," + base64.b64encode(PNG).decode()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages import model_files as models
+from services.common.packages.model_files import ModelSpec
 from tests.support.oracles.errors import raises_error
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="-_./"), min_size=1)

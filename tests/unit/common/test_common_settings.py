@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from services.common.settings import AddressList, CommaList, GrpcServiceSettings, settings_config
+from services.common.settings.service import AddressList, CommaList, GrpcServiceSettings, settings_config
 
 
 class ToySettings(GrpcServiceSettings):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.tasks import Stop, TaskOwner
+from services.common.base.tasks import Stop, TaskOwner
 
 
 async def forever() -> None:

@@ -21,7 +21,7 @@ import yaml
 from redis import Redis
 
 from services.common.net.ports import free_port
-from services.common.settings import SECRETS_DIR, ServiceSettings
+from services.common.settings.service import SECRETS_DIR, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from services.common.rpc.health import LIVE
-from services.common.settings import SECRETS_DIR, GrpcServiceSettings, TlsSettings
+from services.common.settings.service import SECRETS_DIR, GrpcServiceSettings, TlsSettings
 from sluice.cli import tokens as made_tokens
 from tests.support.oracles.kustomized import (
     KUBERNETES,

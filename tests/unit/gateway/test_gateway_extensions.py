@@ -12,14 +12,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.packages import extensions
 from services.common.packages.extensions import OBSERVERS, OWN, Extension, load_group
 from services.gateway.admission.keys import STRANGER
 from services.gateway.admission.permit import Permit
-from services.gateway.app import add_no_observer
+from services.gateway.app.application import add_no_observer
+from services.gateway.app.readiness import Readiness
 from services.gateway.http.errors import error_response
-from services.gateway.readiness import Readiness
 
 
 @pytest.mark.parametrize(("is_enabled", "reason"), [(False, "start the gateway with --ui"), (True, "not installed")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError, unavailable
+from services.common.base.errors import SluiceError, unavailable
 from services.gateway.apis.openai.choices import StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.core.request import Finish, FinishReason

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, NoAnswerError, SluiceError, no_answer
+from services.common.base.errors import ErrorKind, NoAnswerError, SluiceError, no_answer
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, passed_on, status_of, to_detail
-from services.common.tasks import TaskOwner
-from services.gateway.core.deadlines import NO_DEADLINE
-from services.gateway.core.request import Role, Route, TokenizedPrompt
-from services.gateway.core.routing_hints import NO_HINTS
-from services.gateway.placement.interfaces import PlacementRequest
-from services.gateway.placement.selector import (
+from services.gateway.backends.placement.interfaces import PlacementRequest
+from services.gateway.backends.placement.selector import (
     ROUTER_UNAVAILABLE,
     STALE_ROUTER_CODES,
     UNDECIDED_CODES,
     WorkerSelector,
 )
-from services.gateway.workers.registry import WorkerEntry
+from services.gateway.backends.workers.registry import WorkerEntry
+from services.gateway.core.deadlines import NO_DEADLINE
+from services.gateway.core.request import Role, Route, TokenizedPrompt
+from services.gateway.core.routing_hints import NO_HINTS
 from tests.support.servers.survival import Bookings
 
 NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.models import ModelSpec
+from services.common.base.errors import ErrorKind
+from services.common.packages.model_files import ModelSpec
 from services.preprocess.limits import Limits
 from services.preprocess.service import PreprocessService
 from services.preprocess.templates.processes import TemplateProcesses

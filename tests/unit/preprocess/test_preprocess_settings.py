@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from services.common.discovery.discovered_models import DiscoveredModel
-from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
+from services.common.packages.model_files import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.postprocess.settings import PostprocessSettings
+from services.preprocess.contract.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from services.preprocess.encoders.backend import EncoderOptions
-from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
 from services.preprocess.settings import PreprocessSettings
 
 

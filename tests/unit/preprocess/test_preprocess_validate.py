@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec, resolve
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
+from services.preprocess.contract.validation import as_json, checked_chat, parse_chat
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.engines.tokenizer import chat_argument
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
-from services.preprocess.validation import as_json, checked_chat, parse_chat
 from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import TURN_END
 from tests.support.oracles.errors import raises_error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from services.common.settings import GrpcServiceSettings, ServiceSettings
+from services.common.settings.service import GrpcServiceSettings, ServiceSettings
 from services.gateway.settings import GatewaySettings
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings

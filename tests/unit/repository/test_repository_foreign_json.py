@@ -17,9 +17,9 @@ DIRECT = {
     "services/common/child_rpc/process.py": _OWN,
     "services/common/child_rpc/child.py": _OWN,
     "services/common/discovery/tokenizer_check.py": _FILE,
-    "services/common/intake/json_intake.py": "the front door",
-    "services/common/intake/json_slices.py": "the front door",
-    "services/common/models.py": _FILE,
+    "services/common/net/intake/json_intake.py": "the front door",
+    "services/common/net/intake/json_slices.py": "the front door",
+    "services/common/packages/model_files.py": _FILE,
     "services/gateway/admission/keys.py": _FILE,
     "services/gateway/apis/anthropic/message.py": _OUTPUT,
     "services/gateway/apis/batches/records.py": _STORED,
@@ -61,7 +61,7 @@ DIRECT = {
     "services/worker/engines/vllm_grpc/media.py": _FILE,
     "services/worker/generation/validation.py": _GRAMMAR,
 }
-"""Why each module that calls a parser directly may; all others use `services.common.intake`."""
+"""Why each module that calls a parser directly may; all others use `services.common.net.intake`."""
 
 
 def test_module_that_parses_json_past_the_front_door_has_a_reason() -> None:

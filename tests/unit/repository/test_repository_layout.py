@@ -21,15 +21,16 @@ def test_a_service_folder_shows_where_to_start(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", [*SERVICES, "common"])
-def test_service_root_has_at_most_twelve_modules(service: str) -> None:
-    modules = [path.name for path in (ROOT / "services" / service).glob("*.py") if not path.name.startswith("__")]
-    assert len(modules) <= 12, sorted(modules)
+def test_service_root_has_at_most_twelve_entries(service: str) -> None:
+    root = ROOT / "services" / service
+    entries = {path.name for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert len(entries - {"__init__.py"}) <= 12, sorted(entries)
 
 
 def test_module_under_forty_lines_has_a_reason() -> None:
     one_each = ROOT / "services/postprocess/parsers/families"
     reasons = {
-        "services/common/rows/shared_steps.py": "is imported by every service, down to child processes",
+        "services/common/base/shared_steps.py": "is imported by every service, down to child processes",
         "services/gateway/admission/tenants.py": "is the gateway's own part of the salts of tenants",
         "services/gateway/apis/anthropic/call_ids.py": "is shared by streamed and complete messages",
         "services/common/apis/tool_definitions.py": "is shared by two APIs",

@@ -11,8 +11,8 @@ from sluice_client import Reservation, RouterClient
 
 from scripts.pages import errors, limits, settings
 from scripts.pages.__main__ import DOCS, PAGES
-from services.common import budgets
-from services.common.errors import ErrorKind
+from services.common.base import budgets
+from services.common.base.errors import ErrorKind
 from services.gateway.apis.responses import redis_store
 from services.gateway.http import socket_protocol
 from sluice.cli.commands import app

@@ -14,8 +14,8 @@ import orjson
 
 from services.common.apis.anthropic.images import has_image, read_image
 from services.common.apis.field_reader import FieldReader
-from services.common.budgets import Budget
-from services.common.media.parts import MediaInput, MediaLimits, check_total
+from services.common.base.budgets import Budget
+from services.common.types.media.parts import MediaInput, MediaLimits, check_total
 
 _SUPPORTED = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference")
 _UNSUPPORTED_REASONS = {

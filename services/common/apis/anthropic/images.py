@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.apis.field_reader import FieldReader
-from services.common.errors import invalid
-from services.common.media.parts import MediaInput, MediaLimits, media_of_base64, media_of_url
-from services.common.media.spans import MediaKind
+from services.common.base.errors import invalid
+from services.common.types.media.parts import MediaInput, MediaLimits, media_of_base64, media_of_url
+from services.common.types.media.spans import MediaKind
 
 _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 

@@ -9,8 +9,8 @@ from services.common.apis.anthropic.blocks import Chat
 from services.common.apis.anthropic.blocks import read_chat as read_blocks
 from services.common.apis.anthropic.tools import ChatTools, read_tools
 from services.common.apis.prompts import THINKING_SWITCHES, continued
-from services.common.budgets import Budget
-from services.common.media.parts import MediaInput, MediaLimits
+from services.common.base.budgets import Budget
+from services.common.types.media.parts import MediaInput, MediaLimits
 
 
 def chat_fields(

@@ -10,7 +10,7 @@ from typing import Any
 from services.common.apis.anthropic.blocks import check_cache_control
 from services.common.apis.field_reader import FieldReader
 from services.common.apis.tool_definitions import read_definition
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 
 HOSTED_TOOL = (
     "(advisor|bash|code_execution|computer|memory|text_editor|tool_search_tool_[a-z0-9]+|web_fetch|web_search)_[0-9]{8}"

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.apis.responses.custom_tools import arguments_of
 from services.common.apis.responses.items import MEDIA_PARTS, Item, reasoning_text, summary_of, user_message
 from services.common.apis.responses.tools import function_name
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 SUMMARIZE = """\
 Summarize the conversation above for the assistant that continues it, which sees only the user's messages and this

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.apis.field_reader import FieldReader
 from services.common.apis.tool_definitions import check_loading
-from services.common.rows.sendable_text import sendable
+from services.common.base.sendable_text import sendable
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

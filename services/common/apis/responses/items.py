@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.apis.field_reader import FieldReader
-from services.common.budgets import Budget
-from services.common.media.parts import DETAILS
+from services.common.base.budgets import Budget
+from services.common.types.media.parts import DETAILS
 
 SEALED = "sluice1."
 """Prefix of `encrypted_content`, which holds the reasoning in base64: opaque to clients but not encrypted."""

@@ -9,8 +9,8 @@ from services.common.apis.prompts import continued
 from services.common.apis.responses.conversation import Conversation, conversation
 from services.common.apis.responses.items import read_items
 from services.common.apis.responses.tools import ChatTools, read_tools
-from services.common.budgets import Budget
-from services.common.errors import invalid
+from services.common.base.budgets import Budget
+from services.common.base.errors import invalid
 
 _HISTORY = ("previous_response_id", "conversation")
 

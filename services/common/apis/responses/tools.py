@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from services.common.apis.field_reader import FieldReader
 from services.common.apis.responses.custom_tools import read_custom
 from services.common.apis.tool_definitions import TOOL_NAME_PATTERN, TOOL_NAME_RULE, read_definition
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 
 HOSTED_TOOL = (
     "^(code_interpreter|computer|computer_use_preview|file_search|image_generation|mcp|programmatic_tool_calling"

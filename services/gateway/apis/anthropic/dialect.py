@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.http.error_formats import ErrorFormat, HttpError
 
 VERSIONS = ("2023-06-01", "2026-10-21")

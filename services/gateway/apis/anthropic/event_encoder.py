@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.apis.anthropic.call_ids import tool_use_id
 from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
 from services.gateway.apis.openai.completion_objects import degraded

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from services.common.rows.sendable_text import sendable_json
+from services.common.base.sendable_text import sendable_json
 from services.gateway.apis.anthropic.call_ids import tool_use_id
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.core.request import Finish, FinishReason

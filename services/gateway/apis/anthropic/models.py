@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.gateway.http.json_transport import read_limit
 
 MAX_LIMIT = 1000

@@ -6,8 +6,8 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common import logs
-from services.common.errors import SluiceError, invalid
+from services.common.base import logs
+from services.common.base.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder

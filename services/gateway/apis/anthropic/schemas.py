@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import ErrorDetails
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.dialect import THREADS_UNSUPPORTED
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 from services.gateway.apis.openai.engine_fields import EngineExtensions

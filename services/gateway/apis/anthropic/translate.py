@@ -9,7 +9,7 @@ from services.common.apis.anthropic.blocks import Chat, read_chat
 from services.common.apis.anthropic.prompt import chat_fields
 from services.common.apis.anthropic.tools import ChatTools, read_tools
 from services.common.apis.prompts import THINKING_SWITCHES
-from services.common.errors import SluiceError, with_field
+from services.common.base.errors import SluiceError, with_field
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.apis.openai.chat_translation import translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect

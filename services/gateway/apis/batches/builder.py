@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.gateway.admission.permit import Permit
 from services.gateway.apis.batches.endpoints import BatchEndpoints, UploadLimits, add_batches
 from services.gateway.apis.batches.executor import MAX_REQUEST_S, BatchExecutor
@@ -17,10 +17,10 @@ from services.gateway.apis.batches.store import BatchStore, Limits
 from services.gateway.apis.batches.work import Work
 from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes
+from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.http.json_transport import BodyReader
 from services.gateway.operations.registry import Operations
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.registry import WorkerRegistry
 
 MAX_FILE_BYTES = 64 << 20
 """Bytes of an uploaded file; a larger one is refused with TOO_LARGE."""

@@ -12,9 +12,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found, quoted
-from services.gateway import context
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found, quoted
 from services.gateway.admission.permit import Permit
 from services.gateway.apis.batches.file_content import FileContent
 from services.gateway.apis.batches.lines import count_lines
@@ -27,6 +26,7 @@ from services.gateway.apis.openai.response_schemas import Open
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.pagination import page
 from services.gateway.apis.routes import ApiRoutes
+from services.gateway.core import context
 from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.http.json_transport import BodyReader, json_response
 

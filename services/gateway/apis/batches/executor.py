@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import orjson
 
-from services.common.errors import SluiceError, internal
-from services.gateway import context
+from services.common.base.errors import SluiceError, internal
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.scopes import Scope
 from services.gateway.apis.batches.lines import BatchLine, Parse
 from services.gateway.apis.openai.fields import MAX_PRIORITY
+from services.gateway.backends.workers.registry import WorkerRegistry
+from services.gateway.core import context
 from services.gateway.core.deadlines import Deadline
 from services.gateway.http.errors import error_body
 from services.gateway.operations.operation import NO_CALLER, Whole
 from services.gateway.operations.registry import Operations
-from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 

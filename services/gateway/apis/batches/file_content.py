@@ -9,7 +9,7 @@ from functools import partial
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.http.inline_sender import abort
 from services.gateway.http.sse import wait_for_disconnect
 from services.gateway.operations.waiting import result_unless_gone

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.json_intake import JsonIntake
-from services.common.intake.pace import BodyPace
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.json_intake import JsonIntake
+from services.common.net.intake.pace import BodyPace
 from services.gateway.http.middleware.scopes import BodyNeeds
 
 MAX_CUSTOM_ID = 512

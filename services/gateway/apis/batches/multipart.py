@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 
 MAX_PARTS = 32
 """Parts of the form of an upload; a form with more is refused with INVALID_ARGUMENT."""

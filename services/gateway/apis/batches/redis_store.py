@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
-from services.common.errors import unavailable
+from services.common.base.errors import unavailable
 from services.common.redis.failures import FAILURES
 from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import Credentials, parse

@@ -7,8 +7,8 @@ import contextlib
 import logging
 from collections import Counter
 
-from services.common.errors import SluiceError
-from services.common.tasks import end_all
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import end_all
 from services.gateway.apis.batches.store import BatchClaim
 from services.gateway.apis.batches.work import ClaimedBatch, ClaimLost, Work
 

@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.batches.records import BatchRecord, FileRecord, Status
 
 PER_FILE = 1 << 10

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from services.common.budgets import Budget
-from services.common.errors import SluiceError
-from services.common.tasks import end_all
+from services.common.base.budgets import Budget
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import end_all
 from services.gateway.apis.batches.executor import BatchExecutor
 from services.gateway.apis.batches.lines import (
     BatchLine,

@@ -8,19 +8,19 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import invalid
-from services.gateway import context
+from services.common.base.errors import invalid
 from services.gateway.apis.openai.fields import Strict
 from services.gateway.apis.openai.openapi import responses
 from services.gateway.apis.openai.response_schemas import Open
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes
+from services.gateway.backends.workers.fleet_control import FleetControl
+from services.gateway.backends.workers.registry import WorkerRegistry
+from services.gateway.core import context
 from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.http.json_transport import json_response
 from services.gateway.operations.operation import Caller, Whole
-from services.gateway.workers.fleet_control import FleetControl
-from services.gateway.workers.registry import WorkerRegistry
 
 FAILURES = (400, 401, 403, 404, 500, 503)
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}$")]

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.apis.generate.response import Generated, TokenFormat
 from services.gateway.apis.generate.schemas import CLIENT_NAMES, SAMPLING, GenerateTokensRequest, TokensRequest
 from services.gateway.apis.openai.openapi import GENERATING, responses

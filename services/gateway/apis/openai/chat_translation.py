@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.common.errors import SluiceError
-from services.common.media.parts import MediaInput
+from services.common.base.errors import SluiceError
+from services.common.types.media.parts import MediaInput
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check

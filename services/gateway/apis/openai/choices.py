@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import orjson
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,

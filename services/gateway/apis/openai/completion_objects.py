@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.errors import error_body
 from services.gateway.operations.logprobs import Naming, TokenText, chat_logprobs, completion_logprobs

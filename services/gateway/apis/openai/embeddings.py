@@ -9,23 +9,30 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from services.common import logs
-from services.common.errors import SluiceError, invalid
+from services.common.base import logs
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u32
 from services.common.observability import telemetry
-from services.common.packing import pack_u32
-from services.gateway import context
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, PoolingFields
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
+from services.gateway.backends.workers.capabilities import able
+from services.gateway.backends.workers.embeddings import (
+    NEEDS,
+    EmbedClient,
+    Embeddings,
+    EmbedInput,
+    all_or_none,
+    pooling,
+)
+from services.gateway.backends.workers.registry import WorkerEntry
+from services.gateway.core import context
 from services.gateway.core.request import TextPrompt, TokenPrompt
 from services.gateway.operations.field_names import FieldNameMap
 from services.gateway.operations.operation import Caller, Whole
 from services.gateway.operations.waiting import result_unless_gone
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.capabilities import able
-from services.gateway.workers.embeddings import NEEDS, EmbedClient, Embeddings, EmbedInput, all_or_none, pooling
-from services.gateway.workers.registry import WorkerEntry
 
 MAX_CONCURRENT_TOKENIZATIONS = 32
 """Inputs of one request that are tokenized at the same time; the others wait."""

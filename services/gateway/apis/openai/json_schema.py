@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 
 MAX_DEPTH = 64
 """Levels of a JSON schema; a deeper one is refused with INVALID_ARGUMENT."""

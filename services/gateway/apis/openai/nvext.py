@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.gateway.apis.openai.fields import MAX_TOKEN_IDS, Strict, TokenId
 from services.gateway.core.routing_hints import RoutingHints
 

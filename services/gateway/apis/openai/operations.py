@@ -8,11 +8,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from services.common import logs
-from services.common.errors import invalid
+from services.common.base import logs
+from services.common.base.errors import invalid
+from services.common.base.tasks import TaskOwner
 from services.common.observability import telemetry
-from services.common.tasks import TaskOwner
-from services.gateway import context
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
@@ -21,7 +20,11 @@ from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.apis.openai.translate import chat_request, client_names, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients.token_bytes import TokenPieces
+from services.gateway.backends.clients.token_bytes import TokenPieces
+from services.gateway.backends.workers.capabilities import modalities
+from services.gateway.backends.workers.registry import WorkerEntry
+from services.gateway.backends.workers.tokenizer_parity import TokenizerParity
+from services.gateway.core import context
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest
 from services.gateway.operations.logprobs import Naming
@@ -32,9 +35,6 @@ from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.capabilities import modalities
-from services.gateway.workers.registry import WorkerEntry
-from services.gateway.workers.tokenizer_parity import TokenizerParity
 
 
 class OpenAIOperations:

@@ -7,7 +7,7 @@ import base64
 import binascii
 import struct
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.apis.openai import torch_file
 from services.gateway.core.request import EmbedsPrompt
 

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.budgets import Budget
-from services.common.errors import invalid
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.budgets import Budget
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32, unpack_u32
 from services.gateway.admission.permit import Permit
 from services.gateway.apis.openai.schemas import CompletionRequest, GenerationFields
-from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import EmbedsPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
-from services.gateway.workers.registry import WorkerEntry
 
 MAX_WORD_CHARACTERS = 16 << 10
 """Characters of all bad words of a request, 36 bytes for each token; refused, budget `word_characters`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.packing import unpack_u32
+from services.common.base.packing import unpack_u32
 from services.gateway.apis.openai.completion_objects import Format, usage
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
 from services.gateway.operations.operation import Fallback, Whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.gateway.http.body_budgets import BodyBudgets
 
 

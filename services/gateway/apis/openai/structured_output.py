@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import invalid
-from services.common.intake.json_values import most_nodes
+from services.common.base.errors import invalid
+from services.common.net.intake.json_values import most_nodes
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.structured_output_fields import GuidedFields, ResponseFormat

@@ -8,17 +8,18 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import SluiceError, invalid
-from services.common.media.parts import take_media
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.observability import telemetry
-from services.common.packing import pack_u32, unpack_u32
-from services.gateway import context
+from services.common.types.media.parts import take_media
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.translate import chat_request, count_tools
 from services.gateway.apis.openai.validation import check
+from services.gateway.backends.workers.registry import WorkerEntry
+from services.gateway.core import context
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenizedPrompt
 from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.operations.field_names import FieldNameMap
@@ -26,7 +27,6 @@ from services.gateway.operations.media import check_media, with_media
 from services.gateway.operations.operation import Caller, Whole
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.registry import WorkerEntry
 
 _FIELD_NAMES = FieldNameMap({"token_ids": "tokens"})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import invalid, quoted
+from services.common.base.errors import invalid, quoted
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.core.request import StructuredOutput
 

@@ -14,10 +14,10 @@ from services.common.apis.prompts import (
     chat_prompt,
     implied_switches,
 )
-from services.common.budgets import Budget
-from services.common.errors import invalid
-from services.common.media.parts import MediaInput, take_media
-from services.common.packing import pack_u32
+from services.common.base.budgets import Budget
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32
+from services.common.types.media.parts import MediaInput, take_media
 from services.common.types.sampling import SCALARS
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter

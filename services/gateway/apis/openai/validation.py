@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from services.common.errors import SluiceError, invalid, shortened
+from services.common.base.errors import SluiceError, invalid, shortened
 from services.gateway.apis.openai.unsupported_fields import UNSUPPORTED
 from services.gateway.http.body_budgets import BodyBudgets
 

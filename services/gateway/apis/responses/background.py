@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.gateway.apis.responses.event_log import EventLog, LoggedEvents
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.operations.operation import Streamed

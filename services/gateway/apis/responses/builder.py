@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.intake.pace import BodyPace
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
+from services.common.net.intake.pace import BodyPace
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoreLimits
 from services.gateway.http.socket_turns import MAX_LIFETIME_S, max_sockets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.apis.responses.store import MemoryStore, StoredResponse
 
 CREATE = "response.create"

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.apis.responses.items import read_items
-from services.gateway import context
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.pagination import page
 from services.gateway.apis.responses.conversations import Conversations, Items, found
 from services.gateway.apis.responses.history import StoredItems
 from services.gateway.apis.responses.schemas import ConversationItems, ConversationRequest, ConversationUpdate
 from services.gateway.apis.responses.store import ResponseStore
+from services.gateway.core import context
 from services.gateway.core.request import left_out
 from services.gateway.http.json_transport import BodyReader, json_response
 from services.gateway.operations.operation import Fallback

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from services.common.apis.responses.items import new_id
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found
+from services.common.base.tasks import TaskOwner
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from services.common.errors import SluiceError, internal
+from services.common.base.errors import SluiceError, internal
 from services.gateway.apis.responses.background import (
     RUNNING,
     BackgroundResponses,

@@ -9,7 +9,7 @@ import orjson
 
 from services.common.apis.responses.custom_tools import InputReader
 from services.common.apis.responses.items import item_id
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.operations.logprobs import TokenText

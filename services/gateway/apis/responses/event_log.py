@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.operations.operation import EventListener, Unattached
 from services.gateway.operations.output import COMMENT
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.common.apis.responses.items import Item, response_of
-from services.common.errors import SluiceError, invalid, not_found
+from services.common.base.errors import SluiceError, invalid, not_found
 from services.gateway.apis.responses.background import is_response, is_running
 from services.gateway.apis.responses.connection import LastResponse
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse

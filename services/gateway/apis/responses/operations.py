@@ -9,13 +9,12 @@ from typing import Any
 
 import orjson
 
-from services.common import logs
 from services.common.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.common.apis.responses.items import Input, Item, new_id, read_items
 from services.common.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
-from services.common.errors import SluiceError, invalid, with_field
+from services.common.base import logs
+from services.common.base.errors import SluiceError, invalid, with_field
 from services.common.observability import telemetry
-from services.gateway import context
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.connection import LastResponse, read_event
@@ -34,6 +33,7 @@ from services.gateway.apis.responses.schemas import (
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
+from services.gateway.core import context
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
 from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest

@@ -8,11 +8,11 @@ import logging
 from importlib.resources import files
 from typing import Any
 
-from services.common.errors import unavailable
+from services.common.base.errors import unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.redis.failures import FAILURES
 from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
-from services.common.tasks import TaskOwner
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse, StoreLimits, too_large_to_store
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from services.common.apis.responses.custom_tools import input_of
 from services.common.apis.responses.items import Item, compaction_item, item_id, new_id, seal
 from services.common.apis.responses.tools import ClientTool
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.responses.schemas import ResponsesRequest, TextOptions
 from services.gateway.core.request import Finish, FinishReason, SamplingParams

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.json_intake import own_json
-from services.common.intake.pace import BodyPace
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.json_intake import own_json
+from services.common.net.intake.pace import BodyPace
 
 PARSE_WAIT_S = 10.0
 PER_RESPONSE = 512

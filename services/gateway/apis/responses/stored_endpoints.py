@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import SluiceError, invalid, not_found
-from services.gateway import context
+from services.common.base.errors import SluiceError, invalid, not_found
 from services.gateway.apis.pagination import page
 from services.gateway.apis.responses.background import BackgroundResponses, is_response
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
+from services.gateway.core import context
 from services.gateway.http.json_transport import HttpTransport, json_response
 
 

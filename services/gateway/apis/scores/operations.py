@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.apis.openai.embedding_schemas import PoolingFields
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.apis.openai.fields import one_by_one
@@ -31,10 +31,10 @@ from services.gateway.apis.scores.schemas import (
     ScoreList,
     ScoreRequest,
 )
+from services.gateway.backends.workers.embeddings import Embeddings
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.operations.operation import Caller, Whole
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.embeddings import Embeddings
-from services.gateway.workers.registry import WorkerEntry
 
 
 class ScoreOperations:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
 from services.gateway.apis.json_schemas import NON_EMPTY, any_of, closed_object
 from services.gateway.apis.openai.embedding_schemas import MAX_INPUTS, PoolingFields, bounded_inputs
 from services.gateway.apis.openai.fields import PromptInput, Strict

@@ -11,12 +11,12 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import SluiceError
-from services.gateway import context
+from services.common.base.errors import SluiceError
 from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import LimitDecision
 from services.gateway.admission.permit import Permit
+from services.gateway.core import context
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import scopes as scoped

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common import logs
+from services.common.base import logs
+from services.common.base.tasks import TaskOwner
 from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
-from services.common.tasks import TaskOwner
-from services.gateway import context
+from services.gateway.core import context
 
 OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/openapi.json", "/favicon.ico")
 

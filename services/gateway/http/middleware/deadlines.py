@@ -7,9 +7,8 @@ from math import inf
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import SluiceError
-from services.gateway import context
-from services.gateway.core import deadlines
+from services.common.base.errors import SluiceError
+from services.gateway.core import context, deadlines
 from services.gateway.core.deadlines import Deadline
 from services.gateway.http.errors import error_response
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.common.observability.receipts import ASKED, is_asked
-from services.gateway import context
+from services.gateway.core import context
 from services.gateway.core.routing_hints import MAX_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import ClassVar, NamedTuple
 
-from services.common.rows.sendable_text import sendable
+from services.common.base.sendable_text import sendable
 from services.postprocess.parsers.calls.call_names import MAX_NAME, Named
 from services.postprocess.parsers.calls.parser import Body
 from services.postprocess.parsers.scanning.json_scan import JsonValue, Malformed, skip_spaces

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, NamedTuple
 
-from services.common.rows.sendable_text import sendable
+from services.common.base.sendable_text import sendable
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls.argument_types import ANY, NULLS, TEXT, UNDECLARED, ArgumentTypes, as_json
 from services.postprocess.parsers.calls.call_names import MAX_NAME, Named

@@ -13,8 +13,8 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
+from services.common.base.errors import first_line
 from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
-from services.common.errors import first_line
 from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext

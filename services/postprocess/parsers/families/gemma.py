@@ -7,7 +7,7 @@ import re
 from string import hexdigits
 from typing import Any
 
-from services.common.rows.sendable_text import sendable
+from services.common.base.sendable_text import sendable
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls.argument_types import (
     ANY,

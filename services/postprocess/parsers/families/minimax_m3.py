@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from services.common.rows.sendable_text import sendable
+from services.common.base.sendable_text import sendable
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls.argument_types import ANY, UNDECLARED, ArgumentType, as_json, type_of
 from services.postprocess.parsers.calls.call_names import MAX_NAME, Named

@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from services.common.base.sendable_text import sendable
+from services.common.base.shared_steps import shared_step
 from services.common.child_rpc.child import Channel, ChildLimits, serve
-from services.common.rows.sendable_text import sendable
-from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.engines.adapter import EngineParser

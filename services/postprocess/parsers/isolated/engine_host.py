@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from services.common.base.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import engine_command
-from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.packages.engines import TESTED_VERSIONS, is_tested
 from services.postprocess.parsers.engine_names import ENGINES, nearest
 from services.postprocess.parsers.engines.adapter import Facts

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from services.common.base.errors import SluiceError, invalid, unavailable
+from services.common.base.shared_steps import shared_step
+from services.common.base.tasks import TaskOwner
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import Child, module_command
-from services.common.errors import SluiceError, invalid, unavailable
-from services.common.rows.shared_steps import shared_step
-from services.common.tasks import TaskOwner
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext

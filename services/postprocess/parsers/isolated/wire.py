@@ -8,7 +8,7 @@ import tempfile
 from struct import Struct
 from typing import Any
 
-from services.common.rows.sendable_text import is_sendable, sendable
+from services.common.base.sendable_text import is_sendable, sendable
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
 

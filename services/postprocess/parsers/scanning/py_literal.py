@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from services.common.rows.sendable_text import is_surrogate
+from services.common.base.sendable_text import is_surrogate
 from services.postprocess.parsers.scanning.json_scan import DEEPEST, Malformed, skip_spaces
 
 _IN_STRING = {quote: re.compile(rf"[^\\{quote}]*").match for quote in "'\""}

@@ -12,7 +12,7 @@ from typing import Any
 import av
 import soundfile
 
-from services.common.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
+from services.common.types.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
 from services.preprocess.media.clips.containers import ends_early
 from services.preprocess.media.clips.frame_counts import count_frames, declared_frames
 from services.preprocess.media.limits import ClipLimits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.router.scheduling.policies.contract import Picker, PolicyRequest, T
 from services.router.scheduling.policies.offers import MakeOffer, cache_aware, load_only
 from services.router.scheduling.policies.pickers import PowerOfTwoPicker, RandomPicker, RoundRobinPicker

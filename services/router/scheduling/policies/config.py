@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from services.common.errors import SluiceError, invalid, quoted
+from services.common.base.errors import SluiceError, invalid, quoted
 from services.router.scheduling.policies.built_in import BUILT_IN
 from services.router.scheduling.policies.composition import Composition, StageConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from services.common.errors import invalid, quoted
+from services.common.base.errors import invalid, quoted
 from services.router.scheduling.policies.built_in import BuiltInPolicy, all_policies
 from services.router.scheduling.policies.composition import Composition, Ranking, StageFailed, StagePipelines
 from services.router.scheduling.policies.config import NO_POLICIES, PolicyFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.packing import pack_u64, unpack_u64
 from services.router.state.kv_index.events import HASH_BYTES, CacheOperation, EventBatch, Snapshot
 from services.router.state.kv_index.tier import RankTierBlocks
 

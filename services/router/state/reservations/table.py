@@ -9,7 +9,7 @@ from enum import Enum
 from random import Random
 from typing import NamedTuple
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.router.state.reservations.cost import MILLI, NO_LOAD, PREFILL_LOAD_SCALE, Load, Offer, choose
 from services.router.state.workers.worker import WorkerRank
 

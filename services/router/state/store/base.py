@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.router.state.kv_index.events import Change, EventBatch, Snapshot
 from services.router.state.kv_index.index import BlockIndex
 from services.router.state.kv_index.rank_cache import ApplyResult

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.router.state.kv_index.events import (
     BlocksChanged,
     BlocksReplaced,

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 from hiredis import pack_command
 from redis.exceptions import NoScriptError
 
-from services.common.errors import internal
+from services.common.base.errors import internal
+from services.common.base.shared_steps import shared_step
+from services.common.base.tasks import TaskOwner
 from services.common.redis.connect import Address
 from services.common.redis.failures import FAILURES, closed_is_lost
 from services.common.redis.servers import Borrowed, RedisConnections, RedisServers
-from services.common.rows.shared_steps import shared_step
-from services.common.tasks import TaskOwner
 from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis_pipe import RedisPipe
 from services.router.state.store.scripts import Script, all_scripts

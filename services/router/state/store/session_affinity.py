@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.router.state.store.base import Store, StoreUnavailable
 from services.router.state.store.store_health import StoreHealth
 from services.router.state.workers.worker import WorkerRank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.state.kv_index.predictions import Lifetimes
 from services.router.state.store.base import Store

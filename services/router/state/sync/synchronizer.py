@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from services.common.rows.shared_steps import shared_step
-from services.common.tasks import TaskOwner
+from services.common.base.shared_steps import shared_step
+from services.common.base.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.state.kv_index.predictions import Lifetimes, Predictions
 from services.router.state.reservations.cost import Load

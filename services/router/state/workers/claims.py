@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.security.identity import WORKER
 
 CODE = "worker_id_taken"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, internal
-from services.common.intake.json_intake import JsonIntake
-from services.common.intake.pace import LARGE_BYTES
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError, internal
+from services.common.net.intake.json_intake import JsonIntake
+from services.common.net.intake.pace import LARGE_BYTES
 
 if TYPE_CHECKING:
     import httpx

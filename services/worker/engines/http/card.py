@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.generation_defaults import eos_ids
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages import model_files as models
+from services.preprocess.contract.generation_defaults import eos_ids
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.http.dialect import Description

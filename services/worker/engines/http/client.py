@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.common.errors import ErrorKind, SluiceError, first_line, internal, invalid, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, first_line, internal, invalid, overloaded
 from services.common.security.file_watcher import WatchedFiles
 from services.worker.engines.http import answers
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.common.errors import ErrorKind, SluiceError, check_name, internal, shortened
+from services.common.base.errors import ErrorKind, SluiceError, check_name, internal, shortened
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.http.client import HttpClient

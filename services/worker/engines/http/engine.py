@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError, invalid
+from services.common.base.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream

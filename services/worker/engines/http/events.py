@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from services.common.errors import quoted
+from services.common.base.errors import quoted
+from services.common.base.tasks import TaskOwner
 from services.common.net.addresses import host_port, is_loopback, join
-from services.common.tasks import TaskOwner
 from services.worker.engines.http.dialect import Publisher
 from services.worker.engines.http.options import NO_EVENTS, HttpOptions, endpoint_problem
 from services.worker.engines.inprocess.event_proof import EventProof

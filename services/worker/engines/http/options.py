@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.common.errors import SluiceError, invalid, quoted
+from services.common.base.errors import SluiceError, invalid, quoted
 from services.common.net.addresses import is_reachable, join
 from services.worker.engines.shared.arguments import read_options
 from services.worker.settings import WorkerSettings

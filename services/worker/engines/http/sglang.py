@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import GenerateRequest

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common import models
-from services.common.errors import invalid, quoted
+from services.common.base.errors import invalid, quoted
+from services.common.packages import model_files as models
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import Role

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, GenerateContext, LLMEngine
 from services.worker.contract.generation import Delta, GenerateRequest, StopParams

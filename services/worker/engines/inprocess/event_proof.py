@@ -8,8 +8,8 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.hashing import block_hashes
 from services.worker.kv_events.source import EngineCacheSource
 
 PROBE_S = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import ZmqFeed
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterable
 from functools import reduce
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import FinishReason, StructuredOutput, Usage
 from services.worker.engines.shared.grammar_compiler import naming_constraint

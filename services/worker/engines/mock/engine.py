@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role

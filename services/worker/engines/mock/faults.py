@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 
 CRASH_CODE = 137
 _NAMES = ("crash", "hang", "error_after", "poison", "refuse")

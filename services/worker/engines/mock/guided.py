@@ -13,7 +13,7 @@ import math
 from random import Random
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.contract.generation import StructuredOutput
 
 MAX_CHARACTERS = 262_144

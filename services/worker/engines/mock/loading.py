@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages import model_files as models
 from services.worker.engines.mock.options import Options
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming

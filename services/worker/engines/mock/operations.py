@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found
+from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found
 from services.worker.engines.mock.faults import Faults
 
 

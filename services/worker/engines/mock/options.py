@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.errors import SluiceError, invalid
-from services.common.media.spans import MediaKind
+from services.common.base.errors import SluiceError, invalid
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.shared.arguments import read_options
 
 TIMINGS = ("modelled", "fixed", "table")

@@ -10,9 +10,9 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from services.common.errors import invalid
-from services.common.hashing import seed_for
-from services.common.packing import pack_u32
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32
+from services.common.types.hashing import seed_for
 from services.worker.contract.engine import Embedded
 from services.worker.contract.generation import PositionLogprobs, TokenLogprob
 

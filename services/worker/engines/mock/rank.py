@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from services.common.errors import SluiceError, internal
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import SluiceError, internal
+from services.common.base.shared_steps import shared_step
 from services.worker.contract.cache_events import KvEvent, KvEventSource
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, Usage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from services.common.errors import overloaded
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import overloaded
+from services.common.base.shared_steps import shared_step
 from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.engine import Load
 from services.worker.engines.mock.blocks import BlockPool

@@ -6,8 +6,8 @@ from array import array
 from dataclasses import replace
 from enum import Enum, auto
 
-from services.common.hashing import block_hashes
-from services.common.media.spans import MediaSpan
+from services.common.types.hashing import block_hashes
+from services.common.types.media.spans import MediaSpan
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import GenerateRequest, Usage
 from services.worker.engines.mock.text import Answer

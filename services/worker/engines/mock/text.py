@@ -17,7 +17,7 @@ from random import Random
 
 from xxhash import xxh3_64_intdigest
 
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.worker.contract.generation import FinishReason, GenerateRequest, MediaItem, StopParams
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.vocabulary import MockVocabulary

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 
 MIN_SLEEP_S = 0.001
 """Seconds of the shortest sleep, the resolution of the event loop's timers: shorter waits accumulate."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from struct import Struct
 
-from services.common.errors import SluiceError, invalid
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u64
+from services.common.base.errors import SluiceError, invalid
+from services.common.base.packing import pack_u64
+from services.common.types.hashing import block_hashes
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common import models
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
+from services.common.packages import model_files as models
 
 
 class MockVocabulary(ABC):

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.common.intake.json_intake import foreign_json
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.net.intake.json_intake import foreign_json
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, check_name, invalid, quoted, shortened
-from services.common.models import ModelSpec
+from services.common.base.errors import ErrorKind, SluiceError, check_name, invalid, quoted, shortened
+from services.common.packages.model_files import ModelSpec
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load

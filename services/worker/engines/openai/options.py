@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.common.net.addresses import join
 from services.worker.engines.http.options import url_problem
 from services.worker.engines.shared.arguments import read_options

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card

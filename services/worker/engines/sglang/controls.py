@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 
 CONTROL_TIMEOUT_S = 120.0
 """Timeout for SGLang's schedulers to complete an action, including loading weights."""

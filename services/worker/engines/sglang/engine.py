@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from services.common.base.tasks import TaskOwner
 from services.common.net.ports import free_row
-from services.common.tasks import TaskOwner
 from services.worker.engines.inprocess.events import KvEventFeeds
 from services.worker.kv_events.zmq_feed import endpoint_of_rank
 

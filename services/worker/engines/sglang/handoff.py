@@ -7,8 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
-from services.common.intake.json_intake import foreign_json
+from services.common.base.errors import SluiceError, invalid
+from services.common.net.intake.json_intake import foreign_json
 from services.worker.contract.generation import Disaggregation, GenerateRequest, Role
 
 ROOM_BITS = 63

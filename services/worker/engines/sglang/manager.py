@@ -28,9 +28,9 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.base.tasks import TaskOwner
 from services.common.packages.engines import SGLANG
-from services.common.tasks import TaskOwner
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.sglang import processes
 from services.worker.engines.sglang.options import Flags

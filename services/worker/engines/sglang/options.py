@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.engines.shared.arguments import check_names, parse_engine_args
 from services.worker.settings import WorkerSettings
 

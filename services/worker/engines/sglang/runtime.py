@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.base.tasks import TaskOwner
+from services.common.packages import model_files as models
 from services.common.packages.engines import SGLANG
-from services.common.tasks import TaskOwner
 from services.worker.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch

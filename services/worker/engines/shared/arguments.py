@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 
 Options = TypeVar("Options")
 

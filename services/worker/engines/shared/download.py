@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from services.common import models
+from services.common.packages import model_files as models
 
 DOWNLOADING = "downloading the model"
 DUPLICATE_WEIGHTS = ("*.bin", "*.gguf", "*.onnx", "original/*")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.contract.generation import StructuredOutput
 
 T = TypeVar("T")

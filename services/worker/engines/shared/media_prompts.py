@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from services.common.errors import SluiceError, internal, invalid
-from services.common.media.spans import MediaKind
+from services.common.base.errors import SluiceError, internal, invalid
+from services.common.types.media.spans import MediaKind
 from services.worker.contract.generation import GenerateRequest, MediaItem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import (
     FinishReason,

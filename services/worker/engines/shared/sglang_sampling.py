@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess import sampling as inprocess

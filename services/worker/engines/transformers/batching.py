@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.engines.transformers.batch_request import BatchRequest, Failures
 from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.lora import Adapters

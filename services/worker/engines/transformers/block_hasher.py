@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.hashing import BASE_SEED, chain, local_hash
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
+from services.common.types.hashing import BASE_SEED, chain, local_hash
 from services.worker.engines.transformers.step import CacheChanges
 
 

@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from services.common import models
-from services.common.errors import invalid
+from services.common.base.errors import invalid
+from services.common.packages import model_files as models
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
 from services.worker.contract.generation import GenerateRequest

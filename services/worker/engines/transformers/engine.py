@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
-from services.common.hashing import seed_for
-from services.common.rows.shared_steps import shared_step
+from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
+from services.common.base.shared_steps import shared_step
+from services.common.types.hashing import seed_for
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder
 from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sizing import MIB, free_memory

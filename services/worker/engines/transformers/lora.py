@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 

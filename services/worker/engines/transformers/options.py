@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.worker.engines.shared.arguments import read_options
 from services.worker.engines.transformers.guidance import GrammarLimits
 

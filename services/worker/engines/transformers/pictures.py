@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError, invalid
-from services.common.media.spans import MediaFile
+from services.common.base.errors import SluiceError, invalid
+from services.common.types.media.spans import MediaFile
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.shared.media_prompts import unexpanded
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import position_logprobs

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.packages import model_files as models
 from services.worker.contract.capabilities import USUAL_SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role

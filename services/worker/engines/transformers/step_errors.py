@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.errors import STEP_FAILED, ErrorKind, SluiceError
+from services.common.base.errors import STEP_FAILED, ErrorKind, SluiceError
 
 _DEVICE_SIGNS = ("CUDA error", "HIP error", "device-side assert", "an illegal memory access", "NCCL error")
 _MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.common.rows.shared_steps import shared_step
+from services.common.base.shared_steps import shared_step
 from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import Gauges, Listener, Step, StepRow

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor, DynamicCache
 
-from services.common.errors import internal, invalid
+from services.common.base.errors import internal, invalid
 from services.worker.contract.generation import GenerateRequest, MediaItem, PositionLogprobs
 from services.worker.engines.transformers.batch_request import BatchRequest, Pictures
 from services.worker.engines.transformers.folder import ModelFolder

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import invalid, not_found
+from services.common.base.errors import invalid, not_found
 from services.worker.kv_events.wire import LOAD_MARK
 
 

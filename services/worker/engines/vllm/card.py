@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from services.common.media.spans import MediaKind
+from services.common.types.media.spans import MediaKind
 from services.worker.contract.capabilities import GUIDED, MEDIA, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from services.common.base.errors import SluiceError
 from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
-from services.common.errors import SluiceError
-from services.common.media.spans import MediaKind
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.media_files import DecodedBudget, Load, load_of
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from services.common.base.errors import invalid, overloaded
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import background_loop, bare_environment, engine_command
-from services.common.errors import invalid, overloaded
-from services.common.media.spans import MediaKind
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.vllm.clip_child import DECODED, EXHAUSTED, FAILED, HEADER, REFUSED, REQUEST
 from services.worker.engines.vllm.media_files import DecodedBudget
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.capabilities import Capability
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.adapters import Adapters

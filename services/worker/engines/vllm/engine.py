@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from services.common import models
-from services.common.errors import invalid
-from services.common.media.spans import MediaKind
+from services.common.base.errors import invalid
+from services.common.packages import model_files as models
+from services.common.types.media.spans import MediaKind
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink

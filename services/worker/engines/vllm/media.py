@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from services.common.errors import SluiceError, invalid
-from services.common.media.spans import MediaKind, content_hash
+from services.common.base.errors import SluiceError, invalid
+from services.common.types.media.spans import MediaKind, content_hash
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm import library

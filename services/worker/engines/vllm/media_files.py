@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from services.common.errors import invalid
-from services.common.media.spans import MediaKind
+from services.common.base.errors import invalid
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.vllm import library
 
 log = logging.getLogger(__name__)

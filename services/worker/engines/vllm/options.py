@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.engines.shared.arguments import parse_engine_args
 from services.worker.settings import WorkerSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.base.errors import invalid
 from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import (
     ENGINE_OPTIONS,

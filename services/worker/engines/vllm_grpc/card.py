@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common import models
+from services.common.packages import model_files as models
 from services.worker.contract.capabilities import USUAL_SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.http.dialect import Description

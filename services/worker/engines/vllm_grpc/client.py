@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.worker.engines.vllm_grpc import wire
 

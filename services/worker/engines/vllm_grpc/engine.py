@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Self
 
 import grpc
 
-from services.common import models
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.net.ports import free_port
+from services.common.packages import model_files as models
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load

@@ -7,7 +7,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash, png_file
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash, png_file
 from services.worker.contract.generation import GenerateRequest, MediaItem
 
 _PROBE_SIDE = 64

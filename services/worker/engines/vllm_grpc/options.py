@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import invalid, quoted
+from services.common.base.errors import invalid, quoted
 from services.common.net.addresses import is_reachable
 from services.worker.engines.shared.arguments import parse_engine_args
 from services.worker.engines.vllm.options import command_line

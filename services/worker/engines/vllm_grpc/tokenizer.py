@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from services.common.errors import internal
+from services.common.base.errors import internal
 from services.worker.engines.vllm_grpc.client import Client, error_of
 
 MAX_BYTES = 256 << 20

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.intake.json_intake import foreign_json
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.net.intake.json_intake import foreign_json
 from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob

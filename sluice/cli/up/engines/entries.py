@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.errors import MAX_NAME_LENGTH, quoted
-from services.common.models import ModelSpec
+from services.common.base.errors import MAX_NAME_LENGTH, quoted
 from services.common.net.addresses import is_reachable
+from services.common.packages.model_files import ModelSpec
 from services.worker.engines.http.options import NO_EVENTS, endpoint_problem, url_problem
 
 MAX_ENGINES = 990

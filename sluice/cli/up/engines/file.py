@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from services.common.errors import quoted
+from services.common.base.errors import quoted
 from services.worker.engines.http.options import NO_EVENTS
 from sluice.cli.up.engines.entries import (
     GRPC,

@@ -12,7 +12,7 @@ import typer
 from pydantic_settings import BaseSettings
 from rich.console import Console
 
-from services.common.budgets import BudgetPool
+from services.common.base.budgets import BudgetPool
 from services.common.net.addresses import HIGHEST_PORT, host_port, is_reachable, join
 from services.common.rpc.health import Health
 from services.worker.settings import WorkerSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from services.common.errors import MAX_NAME_LENGTH, quoted
+from services.common.base.errors import MAX_NAME_LENGTH, quoted
 from sluice.cli.up.engines.entries import BadRegistry
 
 Node: TypeAlias = Any

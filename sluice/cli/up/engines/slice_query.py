@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.common.errors import quoted
+from services.common.base.errors import quoted
 from sluice.cli.up.engines.entries import PROBLEMS, between
 
 SCHEMES = ("http", "https", "grpc")

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from services.common import budgets
-from services.common.budgets import Budget
+from services.common.base import budgets
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.discovery import model_discovery, tokenizer_store
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
 from services.common.discovery.model_discovery import ModelDiscovery
 from services.common.discovery.tokenizer_fetch import HeldTokenizers
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import fingerprint
+from services.common.packages.model_files import fingerprint
 from tests.support.oracles.errors import raises_error
 from tests.support.waiting import until
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import budgets
-from services.common.budgets import Budget
-from services.common.errors import ErrorKind
-from services.common.intake import json_scan, json_slices
-from services.common.intake.json_intake import MAX_DEPTH, JsonIntake
-from services.common.intake.json_scan import Scan, depth_of
-from services.common.intake.json_slices import SlicedParser, SliceError
-from services.common.intake.json_values import Marks, without_strings
-from services.common.intake.pace import LARGE_BYTES, BodyPace
+from services.common.base import budgets
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind
+from services.common.net.intake import json_scan, json_slices
+from services.common.net.intake.json_intake import MAX_DEPTH, JsonIntake
+from services.common.net.intake.json_scan import Scan, depth_of
+from services.common.net.intake.json_slices import SlicedParser, SliceError
+from services.common.net.intake.json_values import Marks, without_strings
+from services.common.net.intake.pace import LARGE_BYTES, BodyPace
 from tests.support.oracles.errors import raises_error
 
 NAMES = st.text('ab,:"\\[]{} é😀', max_size=4)

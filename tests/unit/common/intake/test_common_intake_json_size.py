@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.intake.json_size import parsed_size
+from services.common.net.intake.json_size import parsed_size
 
 MANY = 20_000
 PROSE = "Requests wait in line, at most ten seconds; then (503) they are refused. " * 500

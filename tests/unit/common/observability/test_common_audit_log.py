@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
+from services.common.base.tasks import TaskOwner
 from services.common.observability import audit
 from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
-from services.common.tasks import TaskOwner
 from tests.support.oracles.errors import raises_error
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from opentelemetry.trace import SpanContext
 
-from services.common import logs
+from services.common.base import logs
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
-from services.common import logs
-from services.common.errors import SluiceError, invalid, unavailable
+from services.common.base import logs
+from services.common.base.errors import SluiceError, invalid, unavailable
 from services.common.observability import telemetry
 from services.common.observability.instruments import expose, read
 from services.common.observability.process_metrics import LAG_EVERY_S, ProcessMetrics

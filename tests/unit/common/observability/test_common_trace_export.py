@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from services.common.observability.span_export import LAST_S, MAX_AT_ONCE, SpanExport
-from services.common.otel_environment import read
-from services.common.settings import GrpcServiceSettings, ServiceSettings, settings_config
+from services.common.settings.otel_environment import read
+from services.common.settings.service import GrpcServiceSettings, ServiceSettings, settings_config
 from tests.support.waiting import wait_until
 
 

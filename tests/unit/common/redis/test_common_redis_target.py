@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.common.redis.target import Credentials, RedisTarget, Topology, parse
 from tests.support.oracles.errors import raises_error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.common.rpc.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, LatencyQuantile, RetryBudget
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.replicas import idlest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
@@ -25,7 +25,7 @@ from services.common.security.bearer_tokens import (
 from services.common.security.identity import CALLERS, Caller, both, of_certificate
 from services.common.security.rpc_policy import may_call
 from services.common.security.tls import PeerCredentials, channel_credentials
-from services.common.settings import ServiceSettings
+from services.common.settings.service import ServiceSettings
 from services.worker.settings import WorkerSettings
 from sluice.v1 import postprocess_pb2, preprocess_pb2, router_pb2, worker_pb2
 from tests.support.data.tokens import accept, replace

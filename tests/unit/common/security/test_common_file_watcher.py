@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.security import file_watcher as watched
 from services.common.security.file_watcher import WatchedFiles
 from services.common.security.tls import Identity, refusal, server_credentials
-from services.common.settings import TlsSettings
+from services.common.settings.service import TlsSettings
 from sluice.cli.certs import Options, make
 from tests.support.data.authority import Authority
 

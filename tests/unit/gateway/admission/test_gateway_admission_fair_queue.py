@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ApiKey
 from tests.support.oracles.errors import raises_error

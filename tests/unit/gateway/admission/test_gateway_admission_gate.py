@@ -13,9 +13,9 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common import budgets
-from services.common.errors import ErrorKind, SluiceError, overloaded
-from services.common.tasks import TaskOwner
+from services.common.base import budgets
+from services.common.base.errors import ErrorKind, SluiceError, overloaded
+from services.common.base.tasks import TaskOwner
 from services.gateway.admission import fallback_limiter as steady_limits
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.fallback_limiter import LOCAL, FallbackLimiter
@@ -25,7 +25,7 @@ from services.gateway.admission.limits import LimitDecision, LimitsUnavailable
 from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import OPEN, Permit
 from services.gateway.admission.redis_limiter import RedisLimiter
-from services.gateway.context import current
+from services.gateway.core.context import current
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.admission import AdmissionMiddleware
 from tests.support.fakes.clock import Clock

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import TaskOwner
 from services.common.security import file_watcher
-from services.common.tasks import TaskOwner
 from services.gateway.admission.builder import build_gate
 from services.gateway.admission.keys import ApiKey, KeyFile, KeyRing, changed, create, read, write
 from services.gateway.admission.permit import OPEN, Permit

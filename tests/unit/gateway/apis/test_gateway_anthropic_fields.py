@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from services.common.apis.anthropic.blocks import read_chat
-from services.common.errors import SluiceError, invalid
+from services.common.base.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
 from services.gateway.apis.openai import validation

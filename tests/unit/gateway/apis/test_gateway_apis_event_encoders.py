@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.dialect import ERROR_FORMAT, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message

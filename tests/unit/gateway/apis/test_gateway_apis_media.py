@@ -13,8 +13,8 @@ import pytest
 from services.common.apis.responses.conversation import conversation
 from services.common.apis.responses.items import Item, read_items
 from services.common.apis.responses.tools import NO_TOOLS
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.media.parts import MediaLimits
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.types.media.parts import MediaLimits
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.anthropic.schemas import explain as explain_message
 from services.gateway.apis.anthropic.translate import EngineCapabilities
@@ -24,12 +24,12 @@ from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate as translate_response
+from services.gateway.backends.workers.capabilities import able, modalities
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import ChatPrompt, GenerationRequest
 from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.media import media_characters, release_media, with_media
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.capabilities import able, modalities
-from services.gateway.workers.registry import WorkerEntry
 from tests.support.data.bodies import BUDGETS
 
 PNG = b"\x89PNG not decoded here"

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.responses.background import BackgroundResponses, BackgroundRun
 from services.gateway.apis.responses.event_log import PER_EVENT, EventLog, LoggedEvents
 from services.gateway.apis.responses.store import MemoryStore, StoredResponse, StoreLimits

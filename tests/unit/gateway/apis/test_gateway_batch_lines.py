@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.budgets import Budget
-from services.common.intake.pace import BodyPace
+from services.common.base.budgets import Budget
+from services.common.net.intake.pace import BodyPace
 from services.gateway.admission.scopes import Scope
 from services.gateway.apis.batches import lines as lines_module
 from services.gateway.apis.batches.lines import (

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.budgets import Budget
-from services.common.intake.pace import BodyPace
+from services.common.base.budgets import Budget
+from services.common.net.intake.pace import BodyPace
 from services.gateway.apis.batches.executor import BatchExecutor
 from services.gateway.apis.batches.lines import BatchLine, line_parser
 from services.gateway.apis.batches.memory_store import MemoryBatchStore

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
-from services.common.tasks import TaskOwner
-from services.gateway.clients.token_bytes import TokenPieces
+from services.common.base.errors import ErrorKind, SluiceError, unavailable
+from services.common.base.tasks import TaskOwner
+from services.gateway.backends.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
 from services.gateway.operations.logprobs import TokenText
 from services.gateway.operations.logprobs_assembler import LogprobsAssembler

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.common import budgets
-from services.common.errors import ErrorKind, invalid
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base import budgets
+from services.common.base.errors import ErrorKind, invalid
+from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.generation import read_sampling
 from services.gateway.admission.keys import ANONYMOUS
 from services.gateway.admission.permit import OPEN, Permit
@@ -16,7 +16,8 @@ from services.gateway.apis.openai.prompt_transforms import MAX_WORD_CHARACTERS, 
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import (
     GenerationRequest,
     Prompt,
@@ -25,7 +26,6 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenPrompt,
 )
-from services.gateway.workers.registry import WorkerEntry
 from sluice.v1 import common_pb2
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.tool_choice import forced_call

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from services.common.apis.responses.conversation import conversation
 from services.common.apis.responses.items import SEALED, read_items, reasoning_text, seal
 from services.common.apis.responses.tools import read_tools
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate

@@ -13,7 +13,7 @@ from services.common.apis.responses.conversation import conversation, with_instr
 from services.common.apis.responses.custom_tools import InputReader, arguments_of, input_of
 from services.common.apis.responses.items import compaction_item, read_items, summary_of
 from services.common.apis.responses.tools import ChatTools, read_tools
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted

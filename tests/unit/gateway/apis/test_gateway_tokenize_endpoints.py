@@ -9,21 +9,21 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from services.common.errors import invalid
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import invalid
+from services.common.base.packing import pack_u32, unpack_u32
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.tokens import TokenOperations
 from services.gateway.apis.routes import ApiRoutes
-from services.gateway.app import bare_app, create_app
+from services.gateway.app.application import bare_app, create_app
+from services.gateway.app.readiness import Readiness
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
 from services.gateway.http.json_transport import BodyReader, HttpTransport
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.operations.registry import Operations
 from services.gateway.pipeline.models import Pipelines
-from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from services.common import budgets
-from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.pace import BodyPace
+from services.common.base import budgets
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.net.intake.pace import BodyPace
 from services.gateway.http import body_memory
 from services.gateway.http.body import read_json, release_body
 from services.gateway.http.body_memory import BodyMemory, BodyShare

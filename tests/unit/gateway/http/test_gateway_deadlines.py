@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32
-from services.gateway import context
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.validation import check
+from services.gateway.core import context
 from services.gateway.core.deadlines import NO_DEADLINE, Deadline, parse_grpc_timeout, parse_timeout_ms
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.http.middleware.deadlines import DeadlineMiddleware

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from starlette.types import Message
 
-from services.common.errors import SluiceError, unavailable
-from services.common.http.connection import ABORT_KEY
+from services.common.base.errors import SluiceError, unavailable
+from services.common.net.http.connection import ABORT_KEY
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions

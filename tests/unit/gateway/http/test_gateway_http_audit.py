@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from services.common import logs
-from services.common.errors import SluiceError, not_found
+from services.common.base import logs
+from services.common.base.errors import SluiceError, not_found
+from services.common.base.tasks import TaskOwner
 from services.common.observability.audit import AuditEntry, AuditSettings
-from services.common.tasks import TaskOwner
-from services.gateway import context
+from services.gateway.core import context
 from services.gateway.core.request import (
     NULL_SINK,
     Finish,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.common.budgets import TenantPool
-from services.common.http.connection import ABORT_KEY
+from services.common.base.budgets import TenantPool
+from services.common.net.http.connection import ABORT_KEY
 from services.gateway.http.socket_turns import SocketLimits, SocketTurns
 from tests.support.waiting import until
 

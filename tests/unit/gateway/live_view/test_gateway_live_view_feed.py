@@ -13,19 +13,19 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
+from services.gateway.apis.live_view.endpoints import DATA, add_live_view
+from services.gateway.apis.live_view.feed import MAX_PENDING, Feed
+from services.gateway.apis.live_view.routing_explanations import MAX_SCORES, RoutingExplanations
+from services.gateway.apis.live_view.view import LiveView
 from services.gateway.core.request import Route, Score
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.scopes import LIVE_PAGE
 from services.gateway.http.pages import page_files
-from services.gateway.live_view.endpoints import DATA, add_live_view
-from services.gateway.live_view.feed import MAX_PENDING, Feed
-from services.gateway.live_view.routing_explanations import MAX_SCORES, RoutingExplanations
-from services.gateway.live_view.view import LiveView
 
 WHOLE = b"whole"
 
-PACKAGE = "services.gateway.live_view"
+PACKAGE = "services.gateway.apis.live_view"
 
 
 async def test_a_viewer_gets_everything_once_and_then_what_changes() -> None:

@@ -10,9 +10,13 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan
-from services.gateway.context import NO_CONTEXT, PromptTimes, RequestContext
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan
+from services.gateway.apis.live_view.rates import HISTORY_SAMPLES, RateMeter
+from services.gateway.apis.live_view.request_history import MAX_NEW, MAX_REASONS, MAX_RECENT, RequestHistory
+from services.gateway.apis.live_view.worker_table import MAX_REMOVED, MAX_ROWS, LinkState, WorkerTable, hit_rates
+from services.gateway.backends.workers.overview import WorkerState
+from services.gateway.core.context import NO_CONTEXT, PromptTimes, RequestContext
 from services.gateway.core.request import (
     Finish,
     FinishReason,
@@ -23,13 +27,9 @@ from services.gateway.core.request import (
     TextPrompt,
     TokenizedPrompt,
 )
-from services.gateway.live_view.rates import HISTORY_SAMPLES, RateMeter
-from services.gateway.live_view.request_history import MAX_NEW, MAX_REASONS, MAX_RECENT, RequestHistory
-from services.gateway.live_view.worker_table import MAX_REMOVED, MAX_ROWS, LinkState, WorkerTable, hit_rates
 from services.gateway.streams.interfaces import CANCELLED, StreamEnd
 from services.gateway.streams.manager import NO_RECOVERY
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers.overview import WorkerState
 
 FINISHED = StreamEnd(Finish(FinishReason.STOP))
 STALLED = StreamEnd(error=SluiceError(ErrorKind.RESPONSE_TIMEOUT, "Stalled.", code="stalled"))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.common.media.parts import MediaInput
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.common.base.errors import SluiceError
 from services.common.rpc.media import read_spans
-from services.gateway.clients.router import RouterClient
+from services.common.types.media.parts import MediaInput
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import ChatPrompt, PromptMedia
 from services.gateway.pipeline.engine_preprocessing import EngineTokenizeStage
-from services.gateway.workers.registry import WorkerEntry
 from sluice.v1 import router_pb2
 from tests.support.fakes.streams import PROMPT, REQUEST
 

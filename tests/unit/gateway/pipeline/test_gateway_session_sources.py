@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.gateway import context
 from services.gateway.admission.keys import create
 from services.gateway.admission.permit import Permit
-from services.gateway.context import NO_CONTEXT, RequestContext
+from services.gateway.core import context
+from services.gateway.core.context import NO_CONTEXT, RequestContext
 from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
 from services.router.state.store.session_affinity import MAX_ID_LENGTH

@@ -13,7 +13,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import SluiceError, unavailable
+from services.common.base.errors import SluiceError, unavailable
 from services.common.rpc import multiplexed_call as call_stream
 from services.common.rpc import replicas
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
@@ -21,9 +21,9 @@ from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import Replica, ReplicaSet
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
+from services.gateway.backends.workers.embeddings import all_or_none
 from services.gateway.http.inline_sender import InlineSender
 from services.gateway.operations.waiting import result_unless_gone
-from services.gateway.workers.embeddings import all_or_none
 from tests.support.oracles.circles import circles_of
 from tests.unit.gateway.admission.test_gateway_admission_gate import make, never
 

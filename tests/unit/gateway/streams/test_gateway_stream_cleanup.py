@@ -11,19 +11,22 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.base.errors import ErrorKind, SluiceError, unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.rpc.replicas import Replica
-from services.common.tasks import TaskOwner
 from services.gateway.apis.openai.completion_objects import stop_reason
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients import link as link_module
-from services.gateway.clients import postprocess_link as post_link
-from services.gateway.clients import worker_link
-from services.gateway.clients.postprocess_link import PostLink, stream_options
-from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.context import NO_CONTEXT
+from services.gateway.backends.clients import link as link_module
+from services.gateway.backends.clients import postprocess_link as post_link
+from services.gateway.backends.clients import worker_link
+from services.gateway.backends.clients.postprocess_link import PostLink, stream_options
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.placement.disaggregation_policy import AUTO
+from services.gateway.backends.placement.interfaces import Placement, PlacementRequest
+from services.gateway.backends.placement.selector import WorkerSelector
+from services.gateway.core.context import NO_CONTEXT
 from services.gateway.core.request import (
     NULL_SINK,
     EmbedsPrompt,
@@ -36,9 +39,6 @@ from services.gateway.core.request import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
-from services.gateway.placement.disaggregation_policy import AUTO
-from services.gateway.placement.interfaces import Placement, PlacementRequest
-from services.gateway.placement.selector import WorkerSelector
 from services.gateway.streams.manager import NO_RECOVERY
 from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import cast
 
-from services.common.errors import SluiceError, unavailable
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.errors import SluiceError, unavailable
+from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,

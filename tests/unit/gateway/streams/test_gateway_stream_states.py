@@ -11,10 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.common.errors import SluiceError, invalid, unavailable
-from services.common.packing import pack_u32
-from services.gateway.clients.postprocess_link import PostLink
-from services.gateway.clients.worker_link import WorkerLink
+from services.common.base.errors import SluiceError, invalid, unavailable
+from services.common.base.packing import pack_u32
+from services.gateway.backends.clients.postprocess_link import PostLink
+from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.core.request import NULL_SINK, DisaggregationPart, Finish, FinishReason, Role, TextPrompt
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.running_memory import RunningMemory

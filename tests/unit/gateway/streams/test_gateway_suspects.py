@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.core.request import GenerationRequest
 from services.gateway.streams.suspects import Suspects
 from tests.support.servers.survival import asking

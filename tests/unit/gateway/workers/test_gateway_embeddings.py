@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import (
+from services.common.base.errors import (
     ENGINE_UNHEALTHY,
     NOT_STARTED,
     SHUTTING_DOWN,
@@ -18,12 +18,17 @@ from services.common.errors import (
     ErrorKind,
     SluiceError,
 )
-from services.common.packing import pack_u32
+from services.common.base.packing import pack_u32
 from services.common.rpc.errors import DETAIL_KEY, status_of, to_detail
-from services.gateway import context
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
-from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.context import RequestContext
+from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.placement.interfaces import Placement
+from services.gateway.backends.workers.capabilities import able
+from services.gateway.backends.workers.connections import ConnectionManager
+from services.gateway.backends.workers.embeddings import INPUTS_PER_CALL, EmbedClient, EmbedInput
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
+from services.gateway.core import context
+from services.gateway.core.context import RequestContext
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import (
     GenerationRequest,
@@ -35,13 +40,8 @@ from services.gateway.core.request import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.operations.operation import Caller
-from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
-from services.gateway.workers.capabilities import able
-from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, EmbedInput
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error

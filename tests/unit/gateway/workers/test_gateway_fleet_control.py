@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError, not_found
-from services.gateway.workers import fleet_control
-from services.gateway.workers.fleet_control import FleetControl
-from services.gateway.workers.fleet_store import MemoryFleetStore
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
+from services.common.base.errors import ErrorKind, SluiceError, not_found
+from services.gateway.backends.workers import fleet_control
+from services.gateway.backends.workers.fleet_control import FleetControl
+from services.gateway.backends.workers.fleet_store import MemoryFleetStore
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import worker_pb2
 from tests.support.oracles.errors import raises_error
 

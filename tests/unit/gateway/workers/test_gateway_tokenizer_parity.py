@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.errors import unavailable
-from services.gateway.clients.preprocess import TokenizerIdentity
-from services.gateway.workers.tokenizer_parity import (
+from services.common.base.errors import unavailable
+from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.workers.tokenizer_parity import (
     DIFFERS,
     PROVEN,
     SAME_FILES,
@@ -17,7 +17,7 @@ from services.gateway.workers.tokenizer_parity import (
     compare,
     compare_media,
 )
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
 from tests.support.data.loaded_tokenizers import tekken, tiny_hf
 from tests.support.waiting import settle

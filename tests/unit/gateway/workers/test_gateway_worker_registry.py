@@ -9,9 +9,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.gateway.workers import registry as registry
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
+from services.common.base.errors import ErrorKind, SluiceError
+from services.gateway.backends.workers import registry as registry
+from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.waiting import until
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.detokenizer import LibraryDetokenizer
 from services.postprocess.detokenize.stops import StopScanner, StopStrings, compile_stops
 from services.postprocess.detokenize.vocabulary import Vocabulary

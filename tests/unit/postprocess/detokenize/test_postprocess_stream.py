@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts
 from services.postprocess.detokenize.vocabulary import Vocabulary

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.child import ChildLimits
 from services.common.discovery.discovered_models import DiscoveredModel
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.common.rows.sendable_text import is_sendable, sendable, sendable_json
+from services.common.base.sendable_text import is_sendable, sendable, sendable_json
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls.parser import MALFORMED

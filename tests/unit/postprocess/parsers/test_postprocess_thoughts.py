@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.models import THOUGHT_TAGS
+from services.common.packages.model_files import THOUGHT_TAGS
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.families.hunyuan_a13b import HunyuanThinkParser

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.streams.session import SessionLimits
 from tests.support.clients.post_client import session_of

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec, resolve
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.postprocess.detokenize.stream import FinishReason, StreamOptions
 from services.postprocess.streams.factory import INLINE_TOKENS
 from services.postprocess.streams.resume import Resume

@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
+from services.common.packages.model_files import ModelSpec
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import DEFAULT_SOURCE, ModelSpec
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.common.models import DEFAULT_SOURCE, resolve
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
 from services.preprocess.encoders.backend import Backend, EncoderOptions, fastest
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.encoders.split_points import cut_before, find_cut

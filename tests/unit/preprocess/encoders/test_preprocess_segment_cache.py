@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.common.models import resolve
+from services.common.packages.model_files import resolve
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.encoders.backend import Backend, EncoderOptions
 from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCache
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.conversations import conversations, turns

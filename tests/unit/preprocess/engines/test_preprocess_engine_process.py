@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.engines import process as engine_process
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.engines.process import EngineProcess
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from tests.support.oracles.errors import raises_error
 from tests.support.repository import ROOT

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.facts import ImageFacts
-from services.common.media.spans import MediaKind, MediaSpan
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.spans import MediaKind, MediaSpan
 from services.preprocess.media import engine_media
 from services.preprocess.media.engine_media import read_prompt, with_files
 from services.preprocess.media.expansion import CountedItem

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import pytest
 from PIL import Image
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.facts import BadMedia, ImageFacts
-from services.common.media.parts import MediaInput, MediaLimits
-from services.common.media.spans import MediaKind, content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.facts import BadMedia, ImageFacts
+from services.common.types.media.parts import MediaInput, MediaLimits
+from services.common.types.media.spans import MediaKind, content_hash
 from services.preprocess.media import loading
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import NICENESS, MediaChecker

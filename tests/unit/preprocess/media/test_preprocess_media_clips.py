@@ -12,9 +12,9 @@ import av
 import pytest
 import soundfile
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.facts import AudioFacts, BadMedia, ImageFacts, VideoFacts, facts_form, read_facts
-from services.common.media.spans import MediaKind, content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.facts import AudioFacts, BadMedia, ImageFacts, VideoFacts, facts_form, read_facts
+from services.common.types.media.spans import MediaKind, content_hash
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS
 from services.preprocess.media.clips import files as clips

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.common.media.facts import ImageFacts
-from services.common.media.parts import MediaInput
-from services.common.media.spans import SAMPLES, MediaKind
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.errors import SluiceError
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.parts import MediaInput
+from services.common.types.media.spans import SAMPLES, MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest, ImageRule
+from services.preprocess.contract.validation import check_messages
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.media.rules import ModelFiles, PatchGrid, ResizedGrid, image_rule
-from services.preprocess.protocol import ChatRequest, ImageRule
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
-from services.preprocess.validation import check_messages
 from tests.support.data.loaded_tokenizers import limits, tiny_hf
 from tests.support.data.tiny_vlm import LLAVA_TOKENS_PER_IMAGE, VisionFolders, build_vision_models
 from tests.support.oracles.errors import raises_error

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.gateway.settings import GatewaySettings
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher

@@ -12,7 +12,7 @@ from typing import Any
 import av
 import pytest
 
-from services.common.media.facts import BadMedia, VideoFacts
+from services.common.types.media.facts import BadMedia, VideoFacts
 from services.preprocess.media.clips.containers import ends_early
 from services.preprocess.media.clips.files import check_video
 from services.preprocess.media.limits import ClipLimits

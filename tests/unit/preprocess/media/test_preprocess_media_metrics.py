@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.common.media.parts import MediaInput, MediaLimits
-from services.common.media.spans import MediaKind
+from services.common.base.errors import SluiceError
+from services.common.types.media.parts import MediaInput, MediaLimits
+from services.common.types.media.spans import MediaKind
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS

@@ -12,12 +12,12 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers import image as mistral_image
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
-from services.common.media.facts import ImageFacts
-from services.common.media.spans import MediaKind
-from services.common.models import DEFAULT_SOURCE, resolve
-from services.common.packing import pack_u32, unpack_u32
+from services.common.base.packing import pack_u32, unpack_u32
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
+from services.common.types.media.facts import ImageFacts
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.images import image_file
 

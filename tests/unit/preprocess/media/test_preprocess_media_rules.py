@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.media.facts import AudioFacts, VideoFacts
-from services.common.media.spans import MediaKind
+from services.common.types.media.facts import AudioFacts, VideoFacts
+from services.common.types.media.spans import MediaKind
 from services.preprocess.media.rules import AudioWindow, ModelFiles, SampledFrames, media_rules, sampled_frames
 
 WINDOW = AudioWindow(9, 16_000, 160, 480_000)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.budgets import Budget
+from services.common.base.budgets import Budget
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.child_rpc.lane import Call
-from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.templates.child import job
 from services.preprocess.templates.fair_calls import FairCalls
 from services.preprocess.templates.processes import TemplateProcesses

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.learning import learn

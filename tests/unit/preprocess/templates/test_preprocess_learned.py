@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.limits import Limits
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.templates.capabilities import UNKNOWN
 from services.preprocess.templates.learned import learned
 from services.preprocess.templates.processes import ModelRunner, TemplateProcesses

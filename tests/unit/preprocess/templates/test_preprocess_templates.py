@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.preprocess.templates import templates
 from services.preprocess.templates.processes import TemplateProcesses
 from tests.support.oracles.errors import raises_error

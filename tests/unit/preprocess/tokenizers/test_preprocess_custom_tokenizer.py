@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec, fingerprint
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import ModelSpec, fingerprint
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from tests.support.data.loaded_tokenizers import limits, tiny_folder

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services.common.errors import ErrorKind, SluiceError
-from services.preprocess.protocol import ChatRequest
+from services.common.base.errors import ErrorKind, SluiceError
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import CONTEXT_LENGTH, build_tiny_model

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import DEFAULT_SOURCE, resolve
-from services.common.packing import unpack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import unpack_u32
+from services.common.packages.model_files import DEFAULT_SOURCE, resolve
+from services.preprocess.contract.tokenizer import ChatRequest
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.loaded_tokenizers import tekken
 from tests.support.odd_histories import History, histories

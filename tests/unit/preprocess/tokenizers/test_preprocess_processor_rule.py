@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.common.media.spans import MediaKind
-from services.common.models import ModelSpec
+from services.common.packages.model_files import ModelSpec
+from services.common.types.media.spans import MediaKind
+from services.preprocess.contract.tokenizer import ImageRule
 from services.preprocess.engines.processor_rule import INSTALL
-from services.preprocess.protocol import ImageRule
 from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer

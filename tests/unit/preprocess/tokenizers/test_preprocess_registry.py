@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.models import ModelSpec
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.packages.model_files import ModelSpec
+from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf

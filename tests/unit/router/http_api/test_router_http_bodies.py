@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.apis.prompts import ChatPrompt
-from services.common.budgets import BudgetPool
-from services.common.errors import overloaded
+from services.common.base.budgets import BudgetPool
+from services.common.base.errors import overloaded
 from services.common.net.http_policy import HttpPolicy
 from services.router.http_api.app import HttpApi
 from services.router.http_api.bodies import BodyLimits

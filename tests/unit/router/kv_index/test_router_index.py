@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
 from services.router.state.kv_index.events import (
     BlockOp,
     CacheOperation,

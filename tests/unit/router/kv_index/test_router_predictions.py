@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.router import RouterConfig
 from services.router.scheduling.decisions import Outcome
 from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import SluiceError
-from services.common.tasks import TaskOwner
+from services.common.base.errors import SluiceError
+from services.common.base.tasks import TaskOwner
 from services.router.scheduling import admission_queue as line_module
 from services.router.scheduling.admission_queue import (
     AdmissionQueues,

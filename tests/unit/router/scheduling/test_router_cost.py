@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.packing import pack_u64
+from services.common.base.packing import pack_u64
 from services.router.router import Router
 from services.router.scheduling.policies.offers import Demand, cache_aware, load_only
 from services.router.scheduling.preselect import LoadSnapshot, preselect

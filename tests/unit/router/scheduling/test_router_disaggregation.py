@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import block_hashes
-from services.common.packing import pack_u64
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.router import RouterConfig
 from services.router.rpc.queries import decision_of, query_of, response_of
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules

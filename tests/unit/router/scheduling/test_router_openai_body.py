@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.common.apis.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u32
 from services.router.scheduling.body_intake import openai_bodies
 from services.router.scheduling.request_bodies import ReadBody
 from tests.support.oracles.errors import raises_error

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.apis.prompts import TextPrompt, TokenPrompt
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u32
 from services.router.scheduling.request_bodies import Api, ReadBody, RefusedBody, api_of, read_prompt
 from tests.support.oracles.errors import raises_error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.router.scheduling.queries import MAX_MS, MAX_NAME, MAX_TOKENS, Prompt, Query
 from services.router.state.reservations.cost import Load
 from services.router.state.workers.worker import WorkerRank

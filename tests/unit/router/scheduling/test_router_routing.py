@@ -9,10 +9,10 @@ from typing import get_args
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.packing import pack_u64
 from services.common.observability.instruments import read
-from services.common.packing import pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.policies.built_in import all_policies

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.router.router import RouterConfig
 from services.router.scheduling.selection import Thresholds
 from services.router.state.store.base import StoreUnavailable

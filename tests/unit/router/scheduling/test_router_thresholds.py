@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.router.router import RouterConfig
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import CLOSED, Thresholds

@@ -13,8 +13,8 @@ from typing import cast
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64, unpack_u64
 from services.router.state.kv_index.events import (
     BlockOp,
     BlocksChanged,

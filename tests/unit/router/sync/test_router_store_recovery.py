@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.common.packing import pack_u64, unpack_u64
+from services.common.base.packing import pack_u64, unpack_u64
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import SnapshotChunk
 from services.router.router import Router

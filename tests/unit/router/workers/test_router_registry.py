@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.router.registration.stream_messages import (
     MAX_MESSAGES_OF_RANK,
     MAX_TURNOVERS,

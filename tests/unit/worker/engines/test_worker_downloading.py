@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.engines.shared.arguments import check_names, parse_engine_args, read_options
 from services.worker.engines.shared.download import DOWNLOADING, download
 from tests.support.oracles.errors import raises_error

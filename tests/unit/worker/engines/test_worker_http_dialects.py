@@ -11,7 +11,7 @@ import httpx
 import orjson
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import (

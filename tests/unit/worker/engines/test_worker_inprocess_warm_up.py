@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import SluiceError, internal, invalid
+from services.common.base.errors import SluiceError, internal, invalid
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, Usage
 from services.worker.engines.inprocess import engine as module

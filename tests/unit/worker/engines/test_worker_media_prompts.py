@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan
+from services.common.base.errors import ErrorKind
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from tests.support.oracles.errors import raises_error

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract import handoff
 from services.worker.contract.generation import (
     Delta,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.engines.mock.options import Options, read
 from tests.support.oracles.errors import raises_error
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.generation import FinishReason, SamplingParams, StructuredOutput
 from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.outputs import embed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import MockScheduler, MockStep

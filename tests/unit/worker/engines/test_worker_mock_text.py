@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common import models
+from services.common.packages import model_files as models
 from services.worker.contract.generation import FinishReason, SamplingParams
 from services.worker.engines.mock.text import LONGEST, SHORTEST, TextGenerator
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary

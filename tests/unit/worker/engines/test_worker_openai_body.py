@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Reasoning
 from services.worker.contract.delta_stream import DeltaStream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract.generation import SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, NOT_OURS, Facts
 from services.worker.engines.shared import sglang_fields

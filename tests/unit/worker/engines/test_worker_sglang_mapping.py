@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.generation import (
     Disaggregation,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan
+from services.common.base.errors import ErrorKind
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import GenerateRequest, MediaItem
 from services.worker.engines.sglang import card

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB
 from services.worker.engines.sglang.children import ChildWatch

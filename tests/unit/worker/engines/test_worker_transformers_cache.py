@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.hashing import block_hashes, seed_for
+from services.common.types.hashing import block_hashes, seed_for
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored
 from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.step import CacheChanges

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.generation import SamplingParams, StructuredOutput
 from services.worker.engines.transformers import options
 from services.worker.engines.transformers.engine import TransformersEngine

@@ -10,8 +10,8 @@ from array import array
 import pytest
 from PIL import Image
 
-from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan
+from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan
 from services.worker.contract.generation import GenerateRequest, MediaItem
 from services.worker.engines.transformers.picture_queue import PictureQueue
 from services.worker.engines.transformers.pictures import check_placeholders, open_picture

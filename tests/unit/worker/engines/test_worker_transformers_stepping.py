@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import STEP_FAILED, ErrorKind, SluiceError
+from services.common.base.errors import STEP_FAILED, ErrorKind, SluiceError
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import Listener, Step, StepRow
 from services.worker.engines.transformers.stepping import HEADROOM, Stepper

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaKind
+from services.common.base.errors import ErrorKind
+from services.common.types.media.spans import MediaKind
 from services.worker.engines.vllm import clip_decoding
 from services.worker.engines.vllm.clip_child import DECODED, FAILED, HEADER
 from services.worker.engines.vllm.clip_decoding import ClipDecoder, Unreadable

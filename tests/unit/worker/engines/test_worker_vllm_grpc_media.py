@@ -15,8 +15,8 @@ from PIL import Image
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan
+from services.common.base.errors import ErrorKind
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import GenerateRequest, MediaItem
 from services.worker.engines.inprocess.sampling import Facts

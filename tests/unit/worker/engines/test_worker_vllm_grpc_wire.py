@@ -9,7 +9,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
-from services.common.errors import SluiceError
+from services.common.base.errors import SluiceError
 from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import (
     Disaggregation,

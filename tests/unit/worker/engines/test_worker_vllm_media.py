@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.common.base.errors import ErrorKind
+from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
 from services.worker.contract.capabilities import MEDIA, Capability
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.vllm import card, library, media

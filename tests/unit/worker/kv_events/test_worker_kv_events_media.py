@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.hashing import block_hashes
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
+from services.common.types.hashing import block_hashes
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.kv_events.events import EngineRemoved, EngineStored
 from services.worker.kv_events.groups import GroupTranslator
 from services.worker.kv_events.wire import decode, read_extra_keys

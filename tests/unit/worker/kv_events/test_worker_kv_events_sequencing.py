@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import common_pb2
 
-from services.common.errors import SluiceError
-from services.common.hashing import block_hashes
+from services.common.base.errors import SluiceError
+from services.common.types.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.engines.vllm_grpc import wire as grpc_wire
 from services.worker.engines.vllm_grpc.feed import GrpcFeed

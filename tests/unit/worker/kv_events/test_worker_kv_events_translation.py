@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.hashing import block_hashes
+from services.common.types.hashing import block_hashes
 from services.gateway.admission.tenants import salted
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored

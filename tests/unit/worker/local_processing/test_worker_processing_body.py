@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
-from services.preprocess.validation import parse_chat
+from services.common.base.errors import ErrorKind
+from services.preprocess.contract.validation import parse_chat
 from services.worker.local_processing.body import read_body
 from tests.support.data.chat_matrix import chats
 from tests.support.oracles.errors import raises_error

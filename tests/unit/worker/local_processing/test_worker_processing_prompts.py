@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.tasks import TaskOwner
 from services.postprocess.detokenize.stream import StreamOptions
-from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.protocol import TokenizerFacts
+from services.preprocess.contract.generation_defaults import GenerationDefaults
+from services.preprocess.contract.tokenizer import TokenizerFacts
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 from services.worker.local_processing.completing import completed
 from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
-from services.worker.processing_options import PromptBounds
+from services.worker.settings import PromptBounds
 from tests.support.data.loaded_tokenizers import tiny_hf
 from tests.support.oracles.errors import raises_error
 from tests.support.waiting import until

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind
-from services.common.models import ModelSpec
+from services.common.base.errors import ErrorKind
+from services.common.packages.model_files import ModelSpec
 from services.postprocess.detokenize.stream import Finish, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.events import Content, Event, merge

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.media.store import MediaStore
 from services.worker.media.uploads import MAX_UPLOADS, PART_BYTES, STALE_S, IncomingMedia, MediaPart
 from tests.support.oracles.errors import raises_error

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind
+from services.common.base.errors import ErrorKind
 from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog
 from services.worker.registration import attachment as attach

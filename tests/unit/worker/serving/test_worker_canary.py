@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.generation.response_sink import StreamResponseSink

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import content_hash
+from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.spans import content_hash
 from services.postprocess.detokenize.stream import StreamOptions
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig
 from services.worker.engines.mock.loading import available_bytes, check_memory
 from services.worker.generation.response_sink import StreamResponseSink

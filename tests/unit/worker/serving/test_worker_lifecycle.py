@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import (
     Delta,

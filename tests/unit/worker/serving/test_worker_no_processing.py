@@ -7,8 +7,8 @@ import pytest
 from services.common.packages import extensions
 from services.common.packages.extensions import OWN, Extension
 from services.worker.contract.generation import GenerateRequest
-from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.worker import Worker
+from services.worker.settings import ProcessingOptions
 from tests.support.fakes.engines import ScriptedEngine
 from tests.support.oracles.errors import raises_error
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import FinishReason, GenerateRequest, SamplingParams, StopParams
 from services.worker.generation.response_sink import StreamResponseSink

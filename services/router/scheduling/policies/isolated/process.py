@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from services.common.base.errors import ErrorKind, SluiceError, first_line, invalid, unavailable
+from services.common.base.tasks import TaskOwner
 from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.lane import Call, Lane
 from services.common.child_rpc.process import Child, bare_environment, module_command
-from services.common.errors import ErrorKind, SluiceError, first_line, invalid, unavailable
-from services.common.tasks import TaskOwner
 from services.router.scheduling.policies.composition import Composition, Ranking
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.isolated.wire import pack_call, pack_compositions, unpack_reply

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.common.hashing import block_hashes
+from services.common.base.errors import ErrorKind
+from services.common.base.packing import pack_u64
 from services.common.observability.instruments import read
-from services.common.packing import pack_u64
+from services.common.types.hashing import block_hashes
 from services.router.router import RouterConfig
 from services.router.scheduling.policies.composition import Composition, StageConfig
 from services.router.scheduling.policies.config import PolicyFile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.router.scheduling.policies.config import MAX_BYTES, read_policies
 from services.router.scheduling.policies.registry import ComposedPolicies
 from tests.support.repository import ROOT

@@ -1,0 +1,1 @@
+"""What everything else uses: errors, tasks, logs, budgets, packed numbers, shared steps, texts."""

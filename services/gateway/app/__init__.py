@@ -1,0 +1,1 @@
+"""The gateway as a process: its parts, their start and end, the HTTP application, readiness."""

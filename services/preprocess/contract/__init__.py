@@ -1,0 +1,1 @@
+"""What a tokenizer implementation receives and provides."""
