@@ -15,21 +15,21 @@ from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes, ModelListFormat
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.error_formats import ErrorFormat, HttpError
-from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
 from services.gateway.operations.field_names import FieldNameMap
 from services.gateway.operations.logprobs import TokenText
 from services.gateway.operations.operation import Answer, Caller, Detached, Operation, Streamed, Whole
 from services.gateway.operations.output import Counts
+from services.gateway.operations.runner import AnswerRunner, TranslatedRequest
 from services.gateway.operations.sinks import CollectedTurn, EventEncoder
 from services.gateway.operations.transcript import Block, BlockKind
 
 __all__ = [
     "GENERATING",
     "Answer",
+    "AnswerRunner",
     "ApiParts",
     "ApiRoutes",
     "Block",
-    "BlockAnswerRunner",
     "BlockKind",
     "Caller",
     "CollectedTurn",

@@ -11,9 +11,9 @@ from typing import Any
 from sluice.apis import (
     GENERATING,
     Answer,
+    AnswerRunner,
     ApiParts,
     ApiRoutes,
-    BlockAnswerRunner,
     Caller,
     ErrorFormat,
     FieldNameMap,
@@ -37,8 +37,8 @@ _NAMES = FieldNameMap(
 class ChatOperation:
     """Answers a chat."""
 
-    def __init__(self, block_runner: BlockAnswerRunner, parts: ApiParts) -> None:
-        self._block_runner = block_runner
+    def __init__(self, runner: AnswerRunner, parts: ApiParts) -> None:
+        self._runner = runner
         self._parts = parts
 
     async def chat(self, body: dict[str, Any], caller: Caller) -> Answer | None:
@@ -49,8 +49,8 @@ class ChatOperation:
         forces_calls = self._parts.registry.has_capability(fields.model, "guided_json")
         translated = translate_chat(as_openai(fields), _NAMES, request_id, budgets, forces_calls)
         if fields.stream:
-            return await self._block_runner.stream(translated, ChatLines(fields.model), caller, media_type=LINES)
-        collected = await self._block_runner.collect(translated, caller)
+            return await self._runner.stream(translated, ChatLines(fields.model), caller, media_type=LINES)
+        collected = await self._runner.collect(translated, caller)
         if collected is None:
             return None
         turn, generation = collected
@@ -60,7 +60,7 @@ class ChatOperation:
 
 def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
     """Adds the route; the entry point of the group `sluice.apis`."""
-    operation = ChatOperation(parts.block_runner, parts)
+    operation = ChatOperation(parts.runner, parts)
     answers = responses(ChatAnswer, GENERATING)
     routes.add(PATH, operation.chat, answers, body=ChatRequest, name="ollama_", tag="Ollama")
     routes.error_formats.append(

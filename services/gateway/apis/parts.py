@@ -14,7 +14,7 @@ from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.routes import ApiRoutes
 from services.gateway.backends.workers.fleet_control import FleetControl
 from services.gateway.backends.workers.registry import WorkerRegistry
-from services.gateway.operations.block_runner import BlockAnswerRunner
+from services.gateway.operations.runner import AnswerRunner
 from services.gateway.settings import GatewaySettings
 
 
@@ -23,7 +23,7 @@ class ApiParts:
     """The parts of a gateway process for the APIs that it serves.
 
     Attributes:
-        block_runner: runs chats whose answer is a sequence of blocks.
+        runner: runs generations and turns them into answers.
         openai: runs chat completions and completions.
         embeddings: computes vectors and classes.
         fleet: runs control actions on workers.
@@ -36,7 +36,7 @@ class ApiParts:
     settings: GatewaySettings
     registry: WorkerRegistry
     gate: Gate
-    block_runner: BlockAnswerRunner
+    runner: AnswerRunner
     openai: OpenAIOperations
     embeddings: EmbeddingOperations
     fleet: FleetControl

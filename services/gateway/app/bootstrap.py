@@ -49,8 +49,8 @@ from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import GIVE_UP_S, HttpServer
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.metrics import SILENT, GatewayMetrics
-from services.gateway.operations.block_runner import BlockAnswerRunner
 from services.gateway.operations.registry import Operations
+from services.gateway.operations.runner import AnswerRunner
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.observation import GatewayObserver
 from services.gateway.pipeline.stages import Components
@@ -264,12 +264,13 @@ def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, aud
     routes = ApiRoutes(
         bare_app(), HttpTransport(bodies, write_scheduler, settings.max_unsent_kb << 10), Operations(waits)
     )
+    runner = AnswerRunner(pipelines, gateway.pieces)
     parts = ApiParts(
         settings,
         components.registry,
         gateway.gate,
-        BlockAnswerRunner(pipelines, gateway.pieces),
-        OpenAIOperations(pipelines, settings, gateway.parity, gateway.pieces),
+        runner,
+        OpenAIOperations(runner, settings, gateway.parity),
         EmbeddingOperations(pipelines, EmbedClient(components.registry, components.connections, MAX_EMBED_S), settings),
         gateway.fleet,
         gateway.pace,

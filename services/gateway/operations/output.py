@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.base.errors import SluiceError
 from services.gateway.core.generation import Generation
@@ -192,7 +193,7 @@ class StreamedResponse(ABC):
         self.unsent = 0
         self.over = False
         self.drop_reasoning = drop_reasoning
-        self._rename_fields = rename_fields
+        self.rename_fields = rename_fields
         self._ended_choices = 0
         self._error: SluiceError | None = None
         self._started = False
@@ -230,7 +231,7 @@ class StreamedResponse(ABC):
     def fail(self, error: SluiceError) -> None:
         """Ends the response with an error."""
         if not self.over:
-            self._error = self._rename_fields(error)
+            self._error = self.rename_fields(error)
             self.over = True
             self.usage.cancel()
             self.stream.notify()
@@ -263,7 +264,7 @@ class StreamedResponse(ABC):
         """Returns the events that report an error in the middle of the stream."""
 
 
-class CollectedResponse:
+class CollectedResponse(ABC):
     """The end of a collected response, and the usage of its generations.
 
     Args:
@@ -274,13 +275,18 @@ class CollectedResponse:
     def __init__(self, rename_fields: FieldRenamer, prompt_only: bool = False) -> None:
         self.usage = GenerationUsage(prompt_only)
         self._done = asyncio.Event()
-        self._rename_fields = rename_fields
+        self.rename_fields = rename_fields
         self._error: SluiceError | None = None
+
+    @property
+    @abstractmethod
+    def sinks(self) -> Sequence[Any]:
+        """The sink of each choice."""
 
     def fail(self, error: SluiceError) -> None:
         """Fails the response."""
         if self._error is None:
-            self._error = self._rename_fields(error)
+            self._error = self.rename_fields(error)
             self.usage.cancel()
             self._done.set()
 

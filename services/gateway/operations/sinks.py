@@ -118,6 +118,11 @@ class CollectedTurn(_NoPromptTokens, CollectedResponse):
         self._pending_tokens = PendingTokens()
         self._finish: Finish | None = None
 
+    @property
+    def sinks(self) -> Sequence[CollectedTurn]:
+        """This turn, which is its own only choice."""
+        return (self,)
+
     def text(self, piece: str) -> None:
         """See Sink."""
         self.transcript.add(BlockKind.TEXT, piece, self._pending_tokens.take())

@@ -15,9 +15,9 @@ from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields, explain
 from services.gateway.apis.anthropic.translate import SWITCH, EngineCapabilities, thinks, translate
 from services.gateway.apis.openai.validation import check
-from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
 from services.gateway.operations.media import with_media
 from services.gateway.operations.operation import Answer, Caller, Fallback, Whole
+from services.gateway.operations.runner import AnswerRunner, TranslatedRequest
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -52,8 +52,8 @@ class MessageAttempt:
 class MessageOperations:
     """Creates messages and counts the tokens of prompts."""
 
-    def __init__(self, block_runner: BlockAnswerRunner, settings: GatewaySettings) -> None:
-        self._block_runner = block_runner
+    def __init__(self, runner: AnswerRunner, settings: GatewaySettings) -> None:
+        self._runner = runner
         self._settings = settings
         self._budgets = settings.budgets
         self._without_switch: dict[str, None] = {}  # models whose templates have no switch for thinking
@@ -93,23 +93,23 @@ class MessageOperations:
         with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
             translated = await self._translated(fields, "count")
             try:
-                length = await self._block_runner.prompt_length(translated)
+                length = await self._runner.prompt_length(translated)
             except SluiceError as error:
                 if not self._forget_switch(fields.model, error):
                     raise
-                length = await self._block_runner.prompt_length(await self._translated(fields, "count"))
+                length = await self._runner.prompt_length(await self._translated(fields, "count"))
         return Whole({"input_tokens": length})
 
     async def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
         capabilities = EngineCapabilities(
-            self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json"),
+            self._runner.pipelines.registry.has_capability(fields.model, "guided_json"),
             self._bounds_thinking(fields.model),
         )
         switched = fields.model not in self._without_switch
         return await with_media(fields.messages, translate, fields, message_id, capabilities, self._budgets, switched)
 
     def _bounds_thinking(self, model: str) -> bool:
-        entries = self._block_runner.pipelines.registry.of_model(model)
+        entries = self._runner.pipelines.registry.of_model(model)
         return bool(entries) and all("thinking_token_budget" in entry.capabilities for entry in entries)
 
     def _fallbacks(self, fields: MessagesRequest) -> list[Fallback]:
@@ -130,9 +130,9 @@ class MessageOperations:
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
             return None
         generation = attempt.translated.generation
-        entry = self._block_runner.pipelines.registry.model(fields.model)
+        entry = self._runner.pipelines.registry.model(fields.model)
         try:
-            prompt = await self._block_runner.pipelines.preprocess.tokenize(entry.model, generation.prompt)
+            prompt = await self._runner.pipelines.preprocess.tokenize(entry.model, generation.prompt)
         except SluiceError as failure:  # with engine preprocessing, preprocess reads the prompt here for the first time
             rename_fields = attempt.translated.field_names.rename
             if self._forget_switch(fields.model, rename_fields(failure)):
@@ -161,8 +161,8 @@ class MessageOperations:
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.output_options,
             )
-            return await self._block_runner.stream(attempt.translated, encoder, caller, fallbacks=attempt.fallbacks)
-        collected = await self._block_runner.collect(attempt.translated, caller)
+            return await self._runner.stream(attempt.translated, encoder, caller, fallbacks=attempt.fallbacks)
+        collected = await self._runner.collect(attempt.translated, caller)
         if collected is None:
             return None
         turn, completed = collected

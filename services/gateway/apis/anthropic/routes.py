@@ -27,7 +27,7 @@ _HEADER = {"name": "anthropic-version", "in": "header", "required": False, "sche
 
 def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
     """Adds the Messages API."""
-    operations = MessageOperations(parts.block_runner, parts.settings)
+    operations = MessageOperations(parts.runner, parts.settings)
     add = partial(routes.add, name="anthropic_", tag="Anthropic", parameters=[_HEADER])
     add("/v1/messages", operations.messages, _answers(MessageAnswer, streams=True), body=MessagesRequest)
     add("/v1/messages/count_tokens", operations.count_tokens, _answers(TokenCount), body=CountTokensRequest)

@@ -15,8 +15,8 @@ from services.gateway.apis.openai.chat_translation import translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.core.request import left_out, no_effect
 from services.gateway.http.body_budgets import BodyBudgets
-from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.runner import TranslatedRequest
 
 SWITCH = "thinking.type"
 """The client's name of these switches."""

@@ -12,8 +12,8 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
 from services.gateway.http.body_budgets import BodyBudgets
-from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.runner import TranslatedRequest
 
 
 def translate_chat(

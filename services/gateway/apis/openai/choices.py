@@ -141,9 +141,14 @@ class CollectedChoices(CollectedResponse):
     ) -> None:
         super().__init__(rename_fields, prompt_only)
         self.drop_reasoning = drop_reasoning
-        self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
+        self._sinks = [(make or CollectedChoice)(self) for _ in range(number)]
         self._open = number
         self._logprobs = 0
+
+    @property
+    def sinks(self) -> Sequence[CollectedChoice]:
+        """The choices, until `cancel`."""
+        return self._sinks
 
     def add_logprobs(self, values: int) -> None:
         """Counts log-probabilities that the response will have; too many of all choices together fail it."""
@@ -166,9 +171,9 @@ class CollectedChoices(CollectedResponse):
     def cancel(self) -> None:
         """Cancels the generations, and breaks the reference cycle of response and choices."""
         super().cancel()
-        self.sinks.clear()
+        self._sinks.clear()
 
     def results(self) -> Sequence[CompletedChoice]:
         """Returns the completed choices; raises SluiceError if one failed."""
         self.check()
-        return [sink.choice(sink.result) for sink in self.sinks if sink.result is not None]
+        return [sink.choice(sink.result) for sink in self._sinks if sink.result is not None]

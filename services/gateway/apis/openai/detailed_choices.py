@@ -13,6 +13,7 @@ from services.gateway.apis.openai.completion_objects import CompletedChoice, Det
 from services.gateway.core.request import Finish
 from services.gateway.operations.logprobs import Naming, TokenText, prompt_logprobs
 from services.gateway.operations.output import Counts
+from services.gateway.operations.runner import ShownTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class DetailOptions:
     def any(self) -> bool:
         """Whether any detail is selected that plain choices lack."""
         return self.logprobs or self.prompt_logprobs or self.token_ids or self.continuous_usage or self.prompt_only
+
+    @property
+    def shown(self) -> ShownTokens:
+        """What of them is about single tokens."""
+        return ShownTokens(self.any, self.echo, self.prompt_only)
 
 
 class DetailedStreamedChoice(ChunkedChoice):

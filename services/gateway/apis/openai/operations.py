@@ -10,7 +10,6 @@ from typing import Any
 
 from services.common.base import logs
 from services.common.base.errors import invalid
-from services.common.base.tasks import TaskOwner
 from services.common.observability import telemetry
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
@@ -20,43 +19,29 @@ from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.apis.openai.translate import chat_request, client_names, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.backends.clients.token_bytes import TokenPieces
 from services.gateway.backends.workers.capabilities import modalities
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.backends.workers.tokenizer_parity import TokenizerParity
 from services.gateway.core import context
-from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest
 from services.gateway.operations.logprobs import Naming
-from services.gateway.operations.logprobs_assembler import LogprobsAssembler, TokenSink
-from services.gateway.operations.media import release_media, started_unless_gone, with_media
+from services.gateway.operations.media import release_media, with_media
 from services.gateway.operations.operation import Answer, Caller, Streamed, Whole
-from services.gateway.pipeline.models import Pipelines
+from services.gateway.operations.runner import AnswerRunner
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
 
 class OpenAIOperations:
-    """Handlers of chat completions, completions and models.
+    """Handlers of chat completions, completions and models."""
 
-    Args:
-        pieces: the bytes of single tokens, for log-probabilities.
-    """
-
-    def __init__(
-        self,
-        pipelines: Pipelines,
-        settings: GatewaySettings,
-        parity: TokenizerParity,
-        pieces: TokenPieces,
-    ) -> None:
-        self._pipelines = pipelines
+    def __init__(self, runner: AnswerRunner, settings: GatewaySettings, parity: TokenizerParity) -> None:
+        self._runner = runner
+        self._pipelines = runner.pipelines
         self._settings = settings
         self._budgets = settings.budgets
         self._parity = parity
-        self._pieces = pieces
-        self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
     async def chat_completions(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a chat completion."""
@@ -167,9 +152,7 @@ class OpenAIOperations:
             options.prompt_only,
             make,
         )
-
-        starting = self._start(generations, choices, options)
-        return await choices.started(started_unless_gone(caller.gone, generations[0], starting))
+        return await self._runner.stream_choices(generations, choices, caller, options.shown)
 
     async def _collect(
         self, caller: Caller, generations: list[GenerationRequest], form: Format, fields: GenerationFields
@@ -190,9 +173,8 @@ class OpenAIOperations:
             make,
         )
         try:
-            starting = self._start(generations, choices, options)
-            started = await started_unless_gone(caller.gone, generations[0], starting)
-            if not await choices.ended(caller.gone):
+            started = await self._runner.collect_choices(generations, choices, caller, options.shown)
+            if started is None:
                 return None
             results = choices.results()
             body = form.full_response(results, usage(choices.usage.counts()), _prompt_fields(form, choices))
@@ -200,44 +182,8 @@ class OpenAIOperations:
             choices.cancel()
         return Whole(body, started)
 
-    async def _start(
-        self, requests: list[GenerationRequest], choices: StreamedChoices | CollectedChoices, options: DetailOptions
-    ) -> list[Generation]:
-        """Starts the generations; if one cannot be started, cancels all others."""
-        assemblers: list[LogprobsAssembler] = []
-        first = 0
-        try:
-            for request in requests:
-                pipeline = self._pipelines.of(request.model)
-                sinks: list[Any] = list(choices.sinks[first : first + request.choices])
-                first += request.choices
-                if options.any:
-                    sinks = [self._assembler(sink, request, options) for sink in sinks]
-                    assemblers += sinks
-                if options.echo:
-                    text = await pipeline.prompt_text(request)
-                    for sink in sinks:
-                        sink.echo(text) if isinstance(sink, LogprobsAssembler) else sink.text(text)
-                generation = await pipeline.run(request, sinks)
-                choices.usage.generations.append(generation)
-                if options.any:
-                    prompt_ids = generation.prompt_ids
-                    for index, sink in enumerate(sinks):
-                        sink.begin(generation.tokens_of(index), prompt_ids)
-        except BaseException:
-            choices.usage.cancel()
-            for assembler in assemblers:
-                assembler.discard()
-            raise
-        return choices.usage.generations
-
-    def _assembler(self, sink: TokenSink, request: GenerationRequest, options: DetailOptions) -> LogprobsAssembler:
-        with_prompt = request.prompt_logprobs is not None
-        return LogprobsAssembler(sink, self._pieces, request.model, self._tasks, with_prompt, options.prompt_only)
-
     def _naming(self, fields: GenerationFields) -> Naming:
-        entry = self._pipelines.registry.model(fields.model)
-        return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
+        return self._runner.naming(fields.model, bool(fields.return_tokens_as_token_ids))
 
 
 def _enter_hints(fields: GenerationFields, pipeline: Pipeline) -> None:

@@ -17,9 +17,9 @@ from services.gateway.apis.responses.resource import OutputOptions, Resource
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
-from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
 from services.gateway.operations.operation import Caller, Detached, Whole
 from services.gateway.operations.output import Counts
+from services.gateway.operations.runner import AnswerRunner, TranslatedRequest
 from services.gateway.operations.waiting import events_of
 
 log = logging.getLogger(__name__)
@@ -49,17 +49,17 @@ class DetachedGeneration:
         self._resource = self._resource_with(SamplingParams())
         self._encoder = ResponseEventEncoder(lambda: self._resource, options, self._update)
 
-    def answer(self, block_runner: BlockAnswerRunner) -> Detached:
+    def answer(self, runner: AnswerRunner) -> Detached:
         """Returns the answer to the request, whose work is the generation."""
         queued = self._resource.queued()
         self._update(queued)
         answer = self._background.stream(*self._run.key, 0) if self._fields.stream else Whole(queued)
-        return Detached(answer, lambda: self._background.run(self._run, lambda: self._generate(block_runner)))
+        return Detached(answer, lambda: self._background.run(self._run, lambda: self._generate(runner)))
 
-    async def _generate(self, block_runner: BlockAnswerRunner) -> None:
+    async def _generate(self, runner: AnswerRunner) -> None:
         try:
             caller = Caller({}, self._run.gone)
-            streamed = await block_runner.stream(self._translated, self._encoder, caller, self._started)
+            streamed = await runner.stream(self._translated, self._encoder, caller, self._started)
             async for events in events_of(streamed.source, caller.gone):
                 self._run.add(events)
         except SluiceError as error:

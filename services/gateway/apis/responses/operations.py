@@ -36,10 +36,10 @@ from services.gateway.apis.responses.truncation import truncated_to_fit
 from services.gateway.core import context
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
-from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
 from services.gateway.operations.media import with_media
 from services.gateway.operations.operation import Answer, Caller, Streamed, Whole
 from services.gateway.operations.output import ReadyEvents
+from services.gateway.operations.runner import AnswerRunner, TranslatedRequest
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -64,14 +64,14 @@ class ResponseOperations:
 
     def __init__(
         self,
-        block_runner: BlockAnswerRunner,
+        runner: AnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
         background: BackgroundResponses,
         conversations: Conversations,
     ) -> None:
         self._conversations = conversations
-        self._block_runner = block_runner
+        self._runner = runner
         self._settings = settings
         self._budgets = settings.budgets
         self._store = store
@@ -104,7 +104,7 @@ class ResponseOperations:
             options = OutputOptions.of_request(
                 fields,
                 response_input.tools.client,
-                self._block_runner.naming(fields.model) if fields.logprobs is not None else None,
+                self._runner.naming(fields.model) if fields.logprobs is not None else None,
             )
 
             def store(response: dict[str, Any]) -> None:
@@ -119,12 +119,12 @@ class ResponseOperations:
                 return self._warm_up(fields, response_id, options, store)
             translated = await self._fitting(fields, response_input, response_id)
             if fields.background:
-                self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is not found at once
+                self._runner.pipelines.registry.model(fields.model)  # an unknown model is not found at once
                 items = orjson.dumps([item.stored for item in response_input.items])
                 run = self._background.begin(owner, response_id, items)
                 ended = partial(self._extend, fields, owner, response_input.items)
                 detached = DetachedGeneration(self._background, run, fields, translated, options, ended)
-                return detached.answer(self._block_runner)
+                return detached.answer(self._runner)
             respond = self._stream if fields.stream else self._collect
             return await respond(caller, fields, translated, options, store)
 
@@ -146,7 +146,7 @@ class ResponseOperations:
         if fields.truncation != "auto":
             return translated
         return await truncated_to_fit(
-            self._block_runner.pipelines,
+            self._runner.pipelines,
             response_input.chat,
             translated,
             fields.max_output_tokens or 1,
@@ -161,7 +161,7 @@ class ResponseOperations:
         store: Callable[[dict[str, Any]], None],
     ) -> Streamed:
         """Returns the events of a response without output, which later requests may continue."""
-        self._block_runner.pipelines.registry.model(fields.model)  # raises for an unknown model
+        self._runner.pipelines.registry.model(fields.model)  # raises for an unknown model
         resource = Resource(response_id, fields, SamplingParams(), fields.previous_response_id)
         events = ResponseEventEncoder(lambda: resource, options, store).without_output()
         return Streamed(ReadyEvents(events))
@@ -177,7 +177,7 @@ class ResponseOperations:
         with telemetry.stage("gateway.request", dict(caller.headers), model=fields.model):
             enter_session(self._settings.session_sources, caller.headers, {"prompt_cache_key": fields.prompt_cache_key})
             plain = fields.model_copy(update={"text": None, "tools": None, "tool_choice": None})
-            collected = await self._block_runner.collect(await self._translated(plain, summarized, response_id), caller)
+            collected = await self._runner.collect(await self._translated(plain, summarized, response_id), caller)
         if collected is None:
             return None
         turn, generation = collected
@@ -188,10 +188,10 @@ class ResponseOperations:
         """Count the tokens of a prompt without generating."""
         fields = check(InputTokensRequest, body, self._budgets)
         response_input = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
-        self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
+        self._runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = await self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
-            length = await self._block_runner.prompt_length(translated)
+            length = await self._runner.prompt_length(translated)
         return Whole({"object": "response.input_tokens", "input_tokens": length})
 
     async def _response_input(self, fields: ContextFields, history: StoredItems, empty: bool = False) -> ResponseInput:
@@ -218,7 +218,7 @@ class ResponseOperations:
     async def _translated(
         self, fields: ContextFields, response_input: ResponseInput, response_id: str
     ) -> TranslatedRequest:
-        forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
+        forces_calls = self._runner.pipelines.registry.has_capability(fields.model, "guided_json")
         left_out = [*response_input.tools.left_out, *response_input.left_out]
         chat, tools = response_input.chat, response_input.tools
         return await with_media(
@@ -239,7 +239,7 @@ class ResponseOperations:
             resources.append(_resource(fields, translated, generation))
 
         encoder = ResponseEventEncoder(lambda: resources[0], options, store)
-        return await self._block_runner.stream(translated, encoder, caller, started)
+        return await self._runner.stream(translated, encoder, caller, started)
 
     async def _collect(
         self,
@@ -249,7 +249,7 @@ class ResponseOperations:
         options: OutputOptions,
         store: Callable[[dict[str, Any]], None],
     ) -> Whole | None:
-        collected = await self._block_runner.collect(translated, caller)
+        collected = await self._runner.collect(translated, caller)
         if collected is None:
             return None
         turn, generation = collected

@@ -70,7 +70,7 @@ def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
     store = build_store(settings, parts.tasks, parts.pace)
     parts.closers.append(store.close)
     background, conversations = BackgroundResponses(store, settings), Conversations(store)
-    operations = ResponseOperations(parts.block_runner, settings, store, background, conversations)
+    operations = ResponseOperations(parts.runner, settings, store, background, conversations)
     _add_operations(routes, operations)
     _add_stored(routes, StoredResponseEndpoints(store, background, routes.transport))
     _add_conversations(routes, ConversationEndpoints(settings, store, conversations, routes.transport.bodies))

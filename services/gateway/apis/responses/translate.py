@@ -14,8 +14,8 @@ from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequ
 from services.gateway.core.request import left_out as left_out_reason
 from services.gateway.core.request import no_effect
 from services.gateway.http.body_budgets import BodyBudgets
-from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.runner import TranslatedRequest
 
 _NAMES = {
     "messages": "input",

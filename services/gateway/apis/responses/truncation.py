@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from services.common.apis.responses.conversation import Conversation
 from services.common.base.errors import SluiceError
-from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.media import check_media
+from services.gateway.operations.runner import TranslatedRequest
 from services.gateway.pipeline.models import Pipelines
 
 

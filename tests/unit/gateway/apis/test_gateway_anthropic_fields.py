@@ -14,7 +14,7 @@ from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
 from services.gateway.apis.openai import validation
 from services.gateway.core.request import ChatPrompt
-from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.runner import TranslatedRequest
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
 

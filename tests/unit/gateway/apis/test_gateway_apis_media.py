@@ -27,8 +27,8 @@ from services.gateway.apis.responses.translate import translate as translate_res
 from services.gateway.backends.workers.capabilities import able, modalities
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import ChatPrompt, GenerationRequest
-from services.gateway.operations.block_runner import TranslatedRequest
 from services.gateway.operations.media import media_characters, release_media, with_media
+from services.gateway.operations.runner import TranslatedRequest
 from services.gateway.settings import GatewaySettings
 from tests.support.data.bodies import BUDGETS
 

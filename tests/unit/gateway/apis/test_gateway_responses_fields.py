@@ -17,7 +17,7 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate
 from services.gateway.core.request import ChatPrompt
-from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.runner import TranslatedRequest
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
 

@@ -22,6 +22,7 @@ from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, Te
 from services.gateway.http.json_transport import BodyReader, HttpTransport
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.operations.registry import Operations
+from services.gateway.operations.runner import AnswerRunner
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 
@@ -77,7 +78,7 @@ class Gateway:
         bodies = BodyReader(10_485, settings.body_timeout_s, settings.budgets.values)
         routes = ApiRoutes(bare_app(), HttpTransport(bodies, WriteScheduler(), 1000), Operations())
         pipelines = cast(Pipelines, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
-        openai = OpenAIOperations(pipelines, settings, cast(Any, None), cast(Any, None))
+        openai = OpenAIOperations(AnswerRunner(pipelines, cast(Any, None)), settings, cast(Any, None))
         tokens = TokenOperations(pipelines, settings)
         embeddings = EmbeddingOperations(pipelines, cast(Any, None), settings)
         create_app(routes, openai, tokens, embeddings, cast(Readiness, None))
