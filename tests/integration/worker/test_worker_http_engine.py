@@ -24,6 +24,7 @@ from services.worker.contract.generation import Delta, FinishReason, GenerateReq
 from services.worker.engines.http import engine
 from services.worker.engines.http.engine import HttpEngine
 from services.worker.engines.inprocess import event_proof
+from services.worker.engines.shared import server_watch
 from services.worker.kv_events import zmq_feed
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
@@ -217,7 +218,7 @@ async def test_generation_that_is_closed_ends_on_the_server(make: Make) -> None:
 async def test_failure_before_the_first_token_is_the_constraints_while_the_server_is_healthy(
     make: Make, is_guided: bool, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "HEALTH_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(server_watch, "LIFE_CHECK_INTERVAL_S", 0)
     fake = make()
     async with started(fake) as (one, _):
         fake.failure = (500, "Internal server error")

@@ -26,6 +26,7 @@ class FakeOpenAi:
         bodies: of all generations.
         closed: generations whose connection the client closed.
         healthy: whether the server lists its models.
+        runs: cleared: the server answers nothing and streams nothing, as one that was stopped.
     """
 
     publisher = None
@@ -39,12 +40,15 @@ class FakeOpenAi:
         self.paths: list[str] = []
         self.closed = 0
         self.healthy = True
+        self.runs = asyncio.Event()
+        self.runs.set()
         self.app = FastAPI()
         self.app.get("/v1/models")(self._models)
         self.app.post("/v1/chat/completions")(self._generate)
         self.app.post("/v1/completions")(self._generate)
 
     async def _models(self, request: Request) -> Response:
+        await self.runs.wait()
         if not self.healthy:
             return JSONResponse({"error": {"message": "starting"}}, 503)
         card = {"id": MODEL, "object": "model", "owned_by": "fake", "max_model_len": CONTEXT}
@@ -66,6 +70,7 @@ class FakeOpenAi:
             for number, chunk in enumerate(chunks):
                 if number == self.cut_after:
                     raise ConnectionResetError
+                await self.runs.wait()
                 yield f"data: {json.dumps(chunk)}\n\n"
                 await asyncio.sleep(self.pause_s)
             yield "data: [DONE]\n\n"

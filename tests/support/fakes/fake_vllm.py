@@ -29,6 +29,7 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
         prompts: of all generations.
         cached: prefixes whose blocks were computed.
         tells: whether computed blocks are published.
+        runs: cleared: the server answers no probe, as one that was stopped.
     """
 
     def __init__(
@@ -49,8 +50,11 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
         self.log: list[Any] = []
         self.changed = asyncio.Event()
         self.break_streams = asyncio.Event()
+        self.runs = asyncio.Event()
+        self.runs.set()
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
+        await self.runs.wait()
         return pb.HealthCheckResponse(healthy=self.healthy)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:

@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from services.common.base.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
@@ -26,6 +26,7 @@ from services.worker.engines.http.events import RemoteEvents, chosen_publishers
 from services.worker.engines.http.options import read_http_options
 from services.worker.engines.inprocess.engine import starting
 from services.worker.engines.shared.grammar_compiler import naming_constraint, refused_constraint
+from services.worker.engines.shared.server_watch import ServerWatch
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,6 @@ START_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 1.0
 MAX_POLL_FAILURES = 3
 """Polls of an engine's server that may fail in a row; then the engine counts as ended."""
-PROBE_S = 5.0
-"""Maximum seconds of a probe; half of the option silent_s if that is less."""
-HEALTH_CHECKS, HEALTH_CHECK_INTERVAL_S = 10, 0.1
 TRAILING_EVENTS, TRAILING_S = 16, 1.0
 """What is read after the end of a generation; a connection on which more follows is closed."""
 MIN_VOCABULARY = 256
@@ -57,9 +55,7 @@ class HttpEngine(LLMEngine):
         self._events: RemoteEvents | None = None
         self._loads: Sequence[Load] = [Load()]
         self._engine_block = self._block = 1
-        self._heard_at = time.monotonic()
-        self._stopped = False
-        self._waits: set[asyncio.Timeout] = set()
+        self._watch = ServerWatch(self._options.silent_s, POLL_INTERVAL_S, MAX_POLL_FAILURES)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -89,7 +85,8 @@ class HttpEngine(LLMEngine):
         )
         config = replace(config, named_by_server="model" not in self._settings.model_fields_set)
         self._loads = [Load() for _ in range(config.data_parallel_size)]
-        self.tasks.spawn(self._poll(client, dialect), "http-engine-watch")
+        watch = self._watch.run(lambda: client.get(dialect.ALIVE), lambda: self.poll_load(client, dialect))
+        self.tasks.spawn(watch, "http-engine-watch")
         return config
 
     async def describe(self, client: HttpClient, dialect: Dialect) -> Description:
@@ -143,8 +140,7 @@ class HttpEngine(LLMEngine):
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client, dialect = self._require_client(), self._require_dialect()
-        if self._stopped:
-            raise _stopped()
+        self._watch.check()
         # SGLang aborts by prefix of the id, and other workers may use the same server.
         request_id = uuid.uuid4().hex
         call = dialect.call(request, request_id)
@@ -153,7 +149,7 @@ class HttpEngine(LLMEngine):
         has_begun = False
         try:
             async with aclosing(client.events(call.path, call.body, {**context.trace, **call.headers})) as events:
-                while (event := await self._next(events, reader.finishing)) is not None:
+                while (event := await self._watch.wait(_next_event(events, reader.finishing))) is not None:
                     with reading("chunk"):
                         reader.take(event)
                     if reader.ended:
@@ -170,39 +166,12 @@ class HttpEngine(LLMEngine):
                 yield delta
         except SluiceError as error:
             if isinstance(error, RequestFailedError) and request.guided is not None and not has_begun:
-                error = refused_constraint() if await self._is_healthy(client, dialect) else error
+                survived = await self._watch.survived(lambda: client.get(dialect.ALIVE))
+                error = refused_constraint() if survived else error
             raise naming_constraint(error, request.guided) from error
         finally:
             if not reader.ended:
                 self.tasks.spawn(self._abort_on_server(request_id), f"http-engine-abort-{request_id}")
-
-    async def _next(
-        self, events: AsyncGenerator[Mapping[str, Any], None], only_usage_is_missing: bool
-    ) -> Mapping[str, Any] | None:
-        """Returns the next event as `_next_event`; raises SluiceError once the server counts as stopped."""
-        wait = asyncio.timeout(None)
-        try:
-            async with wait:
-                self._waits.add(wait)
-                event = await _next_event(events, only_usage_is_missing)
-        except TimeoutError:
-            raise _stopped() from None
-        finally:
-            self._waits.discard(wait)
-        if event is not None:
-            self._heard_at = time.monotonic()
-        return event
-
-    async def _is_healthy(self, client: HttpClient, dialect: Dialect) -> bool:
-        """Returns whether the engine still runs; checks repeatedly, as its server stays healthy a moment longer."""
-        for _ in range(HEALTH_CHECKS):
-            try:
-                async with asyncio.timeout(PROBE_S):
-                    await client.get(dialect.ALIVE)
-            except (SluiceError, TimeoutError):
-                return False
-            await asyncio.sleep(HEALTH_CHECK_INTERVAL_S)
-        return True
 
     async def _abort_on_server(self, request_id: str) -> None:
         try:
@@ -244,37 +213,6 @@ class HttpEngine(LLMEngine):
             raise starting()
         return self._dialect
 
-    async def _poll(self, client: HttpClient, dialect: Dialect) -> None:
-        """Updates the load; raises when the server or its engine exits."""
-        failures = 0
-        while failures < MAX_POLL_FAILURES:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            try:
-                async with asyncio.timeout(min(PROBE_S, self._options.silent_s / 2)):
-                    await client.get(dialect.ALIVE)
-                    self._heard_at, self._stopped = time.monotonic(), False
-                    await self.poll_load(client, dialect)
-                failures = 0
-            except TimeoutError:
-                self._check_silence()
-            except SluiceError as error:
-                # The canary handles a slow server; here only one that is unreachable or reports a failure counts.
-                failures += error.kind is not ErrorKind.RESPONSE_TIMEOUT
-                self._check_silence()
-        raise SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine's server has exited; retry on another worker.")
-
-    def _check_silence(self) -> None:
-        """Fails all generations of a server that has sent nothing for too long, as one that was stopped has."""
-        silent_s = time.monotonic() - self._heard_at
-        if silent_s < self._options.silent_s:
-            return
-        if not self._stopped:
-            extra = {"silent_s": round(silent_s), "generations": len(self._waits)}
-            log.warning("the engine's server neither answers nor generates; its generations fail", extra=extra)
-        self._stopped = True
-        for wait in self._waits:
-            wait.reschedule(0)
-
     async def poll_load(self, client: HttpClient, dialect: Dialect) -> None:
         """Updates the load as the server reports it; raises SluiceError when the report is malformed."""
         with reading("load"):
@@ -305,14 +243,6 @@ async def _next_event(
     except (TimeoutError, SluiceError) as error:
         log.info("the engine's server finished a generation without usage", extra={"reason": type(error).__name__})
         return None
-
-
-def _stopped() -> SluiceError:
-    return SluiceError(
-        ErrorKind.ENGINE_SHUTDOWN,
-        "The engine's server has stopped responding; retry on another worker.",
-        code=ENGINE_UNHEALTHY,
-    )
 
 
 async def _read_to_end(events: AsyncGenerator[Mapping[str, Any], None]) -> None:

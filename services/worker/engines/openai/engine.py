@@ -21,6 +21,7 @@ from services.worker.engines.http.dialect import MAX_NUMBER
 from services.worker.engines.inprocess.engine import starting
 from services.worker.engines.openai.body import CAPABILITIES, ChunkReader, path_and_body
 from services.worker.engines.openai.options import read_openai_options
+from services.worker.engines.shared.server_watch import ServerWatch
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class OpenAiEngine(LLMEngine):
         self._options = read_openai_options(settings)
         self._client: HttpClient | None = None
         self._model = ""
+        self._watch = ServerWatch(self._options.silent_s, POLL_INTERVAL_S, MAX_POLL_FAILURES)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -60,7 +62,7 @@ class OpenAiEngine(LLMEngine):
         self._model = str(card["id"])
         check_name(self._model, "The model's name on the server")
         limit = card.get("max_model_len")
-        self.tasks.spawn(self._watch(client), "openai-engine-watch")
+        self.tasks.spawn(self._watch.run(lambda: client.get(MODELS), _no_report), "openai-engine-watch")
         return EngineConfig(
             model=self._model if wanted is None else wanted.name,
             source="",
@@ -98,12 +100,13 @@ class OpenAiEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         if self._client is None:
             raise starting()
+        self._watch.check()
         path, body = path_and_body(request, self._model)
         stream = DeltaStream()
         reader = ChunkReader(stream)
         async with aclosing(self._client.events(path, body, context.trace)) as events:
             trailing = 0
-            async for event in events:
+            while (event := await self._watch.wait(anext(events, None))) is not None:
                 reader.take(event)
                 for delta in stream.take():
                     yield delta
@@ -124,17 +127,9 @@ class OpenAiEngine(LLMEngine):
         """Returns the requests in flight from this worker; the API reports no load."""
         return [Load(running_requests=len(self._generate_tasks))]
 
-    async def _watch(self, client: HttpClient) -> None:
-        """Raises when the server exits."""
-        failures = 0
-        while failures < MAX_POLL_FAILURES:
-            await sleep(POLL_INTERVAL_S)
-            try:
-                await client.get(MODELS)
-                failures = 0
-            except SluiceError as error:
-                failures += error.kind is not ErrorKind.RESPONSE_TIMEOUT
-        raise SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine's server has exited; retry on another worker.")
+
+async def _no_report() -> None:
+    """Does nothing: the API reports no load."""
 
 
 def _models(listed: Any) -> list[dict[str, Any]]:

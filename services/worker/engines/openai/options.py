@@ -22,11 +22,14 @@ class OpenAiOptions:
         url: http(s)://host:port of the server, without /v1.
         api_key_file: file with the API key that the server requires; read again when it changes.
         start_s: timeout in seconds for the server to list its models.
+        silent_s: seconds without a token and without a list of models after which a server counts as stopped; more than
+            those of the http engine, because some servers answer nothing while they read a prompt.
     """
 
     url: str = ""
     api_key_file: str = ""
     start_s: float = 600.0
+    silent_s: float = 30.0
 
     @property
     def address(self) -> str:
@@ -40,10 +43,11 @@ def read_openai_options(settings: WorkerSettings) -> OpenAiOptions:
     options = read_options(settings.engine_args, OpenAiOptions, "openai")
     if problem := url_problem(options.url):
         raise invalid(f"The option url of the openai engine {problem}.", param="engine_args")
-    if options.start_s <= 0:
-        raise invalid(
-            "The option start_s of the openai engine must be a positive number of seconds.", param="engine_args"
-        )
+    for name, seconds in (("start_s", options.start_s), ("silent_s", options.silent_s)):
+        if seconds <= 0:
+            raise invalid(
+                f"The option {name} of the openai engine must be a positive number of seconds.", param="engine_args"
+            )
     if settings.engine_flags:
         raise invalid("The openai engine starts no server, so it accepts no flags after --.", param="engine_args")
     for name, unset in (("role", settings.role == "aggregated"), ("adapters", not settings.adapters)):

@@ -29,6 +29,7 @@ from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.grammar_compiler import naming_constraint, refused_constraint
 from services.worker.engines.shared.media_prompts import placeholder_of
+from services.worker.engines.shared.server_watch import ServerWatch, server_exited
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.engines.vllm_grpc import card, media, tokenizer, wire
@@ -48,7 +49,6 @@ EMBED_TIMEOUT_S = 120.0
 IMAGE_PROBE_TIMEOUT_S = 60.0
 MAX_POLL_FAILURES = 2
 """Polls in a row that may find vLLM's server unreachable; then the engine counts as ended."""
-EXIT_CHECKS, EXIT_CHECK_INTERVAL_S = 10, 0.1
 
 
 class VllmGrpcEngine(LLMEngine):
@@ -61,6 +61,12 @@ class VllmGrpcEngine(LLMEngine):
         self._settings = settings
         self._options = read_server_options(settings, settings.spec.source)
         self._server = Server()
+        self._watch = ServerWatch(
+            self._options.silent_s,
+            POLL_INTERVAL_S,
+            MAX_POLL_FAILURES,
+            fails=lambda error: error.kind is ErrorKind.ENGINE_SHUTDOWN,  # the canary handles a slow server
+        )
         self._client: Client | None = None
         self._config: EngineConfig | None = None
         self._facts = Facts(0)
@@ -100,7 +106,9 @@ class VllmGrpcEngine(LLMEngine):
         )
         self._config = replace(self._config, named_by_server=named_by_server)
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
-        self.tasks.spawn(self._poll(client), "vllm-grpc-watch")
+        self.tasks.spawn(
+            self._watch.run(partial(_probe_engine, client), partial(self._poll_load, client)), "vllm-grpc-watch"
+        )
         return self._config
 
     async def _start_server(self) -> str:
@@ -250,6 +258,7 @@ class VllmGrpcEngine(LLMEngine):
         client = self._require_client()
         if not self._is_generation():
             raise embeddings_only()
+        self._watch.check()
         disaggregation = request.disaggregation
         handoff = None
         if disaggregation is not None and disaggregation.role is Role.DECODE and disaggregation.handoff:
@@ -259,23 +268,24 @@ class VllmGrpcEngine(LLMEngine):
         reader = ResponseReader(request)
         call = client.generate(message)
         try:
-            async for response in call:
+            responses = aiter(call)
+            while (response := await self._watch.wait(anext(responses, None))) is not None:
                 if (delta := reader.take(response)) is not None:
                     if delta.finish_reason is FinishReason.ERROR:
-                        if await _has_exited(client):
-                            raise _exited()
+                        if not await self._watch.survived(partial(_probe_engine, client)):
+                            raise server_exited()
                         if reader.may_refuse_constraint:
                             raise naming_constraint(refused_constraint(), request.guided)
                     yield delta
                 if reader.ended:
                     return
-            if await _has_exited(client):
-                raise _exited()
+            if not await self._watch.survived(partial(_probe_engine, client)):
+                raise server_exited()
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "vLLM's server ended the stream without a finish reason.")
         except grpc.aio.AioRpcError as error:
             cause = error_of(error)
-            if cause.kind is ErrorKind.INTERNAL and await _has_exited(client):
-                cause = _exited()
+            if cause.kind is ErrorKind.INTERNAL and not await self._watch.survived(partial(_probe_engine, client)):
+                cause = server_exited()
             elif cause.kind is ErrorKind.INTERNAL and reader.may_refuse_constraint:
                 cause = refused_constraint()
             raise naming_constraint(cause, request.guided) from error
@@ -321,7 +331,12 @@ class VllmGrpcEngine(LLMEngine):
         if dimensions:
             raise invalid("vLLM's gRPC server cannot truncate embeddings; omit dimensions.", param="dimensions")
         name = f"{self._prefix}embed-{time.monotonic_ns()}"
-        return await embed_each(inputs, lambda index: client.embed(f"{name}-{index}", inputs[index], EMBED_TIMEOUT_S))
+        self._watch.check()
+
+        async def embed(index: int) -> bytes:
+            return await self._watch.wait(client.embed(f"{name}-{index}", inputs[index], EMBED_TIMEOUT_S))
+
+        return await embed_each(inputs, embed)
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         if action in ("start_profile", "stop_profile"):
@@ -337,24 +352,8 @@ class VllmGrpcEngine(LLMEngine):
             raise starting()
         return self._client
 
-    async def _poll(self, client: Client) -> None:
-        """Updates the load; raises when the server or its engine exits."""
-        failures = 0
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            try:
-                if not await client.healthy():
-                    break
-                self._update_loads(
-                    wire.read_loads(await client.loads(), self._config.total_blocks if self._config else 0)
-                )
-                failures = 0
-            except SluiceError as error:
-                # The canary handles a slow server; here only an unreachable one counts.
-                failures += error.kind is ErrorKind.ENGINE_SHUTDOWN
-                if failures >= MAX_POLL_FAILURES:
-                    break
-        raise _exited()
+    async def _poll_load(self, client: Client) -> None:
+        self._update_loads(wire.read_loads(await client.loads(), self._config.total_blocks if self._config else 0))
 
     def _update_loads(self, loads: Sequence[Load]) -> None:
         cached = [source.translator.held() for source in self._sources]
@@ -363,17 +362,7 @@ class VllmGrpcEngine(LLMEngine):
         ] or [Load()]
 
 
-async def _has_exited(client: Client) -> bool:
-    """Returns whether the engine has exited; checks repeatedly, because its server stays healthy a moment longer."""
-    for _ in range(EXIT_CHECKS):
-        try:
-            if not await client.healthy():
-                return True
-        except SluiceError:
-            return True
-        await asyncio.sleep(EXIT_CHECK_INTERVAL_S)
-    return False
-
-
-def _exited() -> SluiceError:
-    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "vLLM's server exited; retry on another worker.")
+async def _probe_engine(client: Client) -> None:
+    """Raises SluiceError(ENGINE_SHUTDOWN) if the server answers that its engine has exited."""
+    if not await client.healthy():
+        raise server_exited()

@@ -24,12 +24,14 @@ class ServerOptions:
         address: host:port of a running server; empty: start one.
         program: Path of the `vllm` program; empty: the one of this environment.
         start_s: Timeout in seconds for the server to become healthy.
+        silent_s: Seconds without a token and without an answer to the probe after which a server counts as stopped.
         flags: Flags for `vllm serve MODEL --grpc`.
     """
 
     address: str
     program: str
     start_s: float
+    silent_s: float
     flags: tuple[str, ...]
 
     @property
@@ -42,11 +44,7 @@ def read_server_options(settings: WorkerSettings, model: str) -> ServerOptions:
     """Parses --engine-args; raises SluiceError(INVALID_ARGUMENT) for conflicting options."""
     given = parse_engine_args(settings.engine_args)
     address, program = str(given.pop("address", "") or ""), str(given.pop("program", "") or "")
-    start_s = given.pop("start_s", 600)
-    if isinstance(start_s, bool) or not isinstance(start_s, int | float) or start_s <= 0:
-        raise invalid(
-            "Option 'start_s' of the vllm-grpc engine must be a positive number of seconds.", param="engine_args"
-        )
+    start_s, silent_s = _seconds(given, "start_s", 600.0), _seconds(given, "silent_s", 8.0)
     if address and not is_reachable(address):
         raise invalid(
             f"The option address of the vllm-grpc engine is {quoted(address)}, expected host:port.", param="engine_args"
@@ -59,7 +57,16 @@ def read_server_options(settings: WorkerSettings, model: str) -> ServerOptions:
     if settings.adapters:
         raise invalid("vLLM's gRPC server does not support LoRA adapters; use the engine vllm.", param="adapters")
     flags = () if address else tuple(command_line(settings, model, given))
-    return ServerOptions(address, program, float(start_s), flags)
+    return ServerOptions(address, program, start_s, silent_s, flags)
+
+
+def _seconds(given: dict[str, Any], name: str, default: float) -> float:
+    value = given.pop(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise invalid(
+            f"Option {name!r} of the vllm-grpc engine must be a positive number of seconds.", param="engine_args"
+        )
+    return float(value)
 
 
 def serve_command(program: str, flags: tuple[str, ...], port: int, events: dict[str, Any]) -> list[str]:
