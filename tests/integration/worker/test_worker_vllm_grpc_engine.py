@@ -18,8 +18,8 @@ from services.worker.contract.cache_events import BlocksStored, CacheCleared, Kv
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput
 from services.worker.engines.inprocess import event_proof
+from services.worker.engines.shared import server_watch
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
-from services.worker.engines.vllm_grpc import engine as engine_module
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.fake_vllm import BLOCK, FakeVllm, fake_vllm
@@ -161,7 +161,7 @@ async def test_a_request_that_fails_because_the_engine_is_dead_can_be_retried(tm
 async def test_failure_before_the_first_token_is_the_constraints_where_there_is_one(
     tmp_path: Path, guided: StructuredOutput | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "EXIT_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(server_watch, "LIFE_CHECK_INTERVAL_S", 0)
     servicer = FakeVllm()
     servicer.refuses = True
     async with started(servicer, tmp_path) as (engine, _, _server):
