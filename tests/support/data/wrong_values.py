@@ -33,7 +33,7 @@ class Wrong:
     among: Path = ()
 
 
-DisaggregationPart = tuple[Path, str, Any, Any, Path]
+Part = tuple[Path, str, Any, Any, Path]
 """Path, what is wrong, the value, the whole top-level field and `among`."""
 
 
@@ -62,7 +62,7 @@ class Document:
                 if not valid.is_valid(whole):
                     yield Wrong(path, what, value, {**base, name: whole}, among)
 
-    def _within(self, schema: dict[str, Any], path: Path, among: Path) -> Iterator[DisaggregationPart]:
+    def _within(self, schema: dict[str, Any], path: Path, among: Path) -> Iterator[Part]:
         """Values of a field and of whatever lies in it."""
         schema = self._resolved(schema)
         branches = self._branches(schema)
@@ -77,7 +77,7 @@ class Document:
                 for part, what, value, whole, kind in self._within(branch["items"], (*path, 0), among):
                     yield part, what, value, [whole], kind
 
-    def _within_object(self, branch: dict[str, Any], path: Path, among: Path) -> Iterator[DisaggregationPart]:
+    def _within_object(self, branch: dict[str, Any], path: Path, among: Path) -> Iterator[Part]:
         example = self._example(branch)
         for name in branch.get("required", ()):
             rest = {key: value for key, value in example.items() if key != name}
