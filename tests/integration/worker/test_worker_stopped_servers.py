@@ -16,6 +16,7 @@ import pytest
 from services.common.base.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
 from services.worker.contract.engine import GenerateContext, LLMEngine
 from services.worker.contract.generation import Delta, GenerateRequest, StopParams
+from services.worker.engines.http.engine import HttpEngine
 from services.worker.engines.openai import engine as openai_engine
 from services.worker.engines.openai.engine import OpenAiEngine
 from services.worker.engines.shared.server_watch import ServerWatch
@@ -52,10 +53,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def started(engine: LLMEngine) -> AsyncIterator[None]:
+async def started(engine: LLMEngine) -> AsyncIterator[LLMEngine]:
     try:
         await engine.start("w")
-        yield
+        yield engine
     finally:
         await engine.cleanup()
 
@@ -100,7 +101,7 @@ async def test_generations_of_a_stopped_server_fail_and_new_ones_until_it_runs_a
         for task in running:
             with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
                 await task
-        assert time.monotonic() - stopped_at < 15
+        assert time.monotonic() - stopped_at < SILENT_S + 2 * (0.5 + SILENT_S / 2) + 1
         with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
             await rig.answer()
         rig.gate.set()
@@ -113,6 +114,97 @@ async def answered(rig: Rig) -> bool:
         return bool(await rig.answer())
     except SluiceError:
         return False
+
+
+async def test_embeddings_of_a_stopped_server_fail(tmp_path: Path) -> None:
+    fake = FakeVllm(is_generation=False)
+    async with fake_vllm(fake) as (address, _):
+        args = f"address={address},silent_s={SILENT_S}"
+        argv = ["--engine", "vllm-grpc", "--model", f"tiny={build_tiny_model(tmp_path)}", "--engine-args", args]
+        async with started(VllmGrpcEngine.from_args(WorkerSettings.load(argv))) as engine:
+            inputs = [array("I", range(10, 20))]
+            assert (await engine.embed(inputs, 0)).prompt_tokens == 10
+            fake.runs.clear()
+            with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
+                await engine.embed(inputs, 0)
+
+
+@pytest.mark.parametrize("engine", ["http", "openai", "vllm-grpc"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "true"])
+def test_silence_that_is_no_number_of_seconds_is_rejected(engine: str, seconds: str) -> None:
+    where = "address=127.0.0.1:1" if engine == "vllm-grpc" else "url=http://127.0.0.1:1"
+    settings = WorkerSettings.load(["--engine", engine, "--engine-args", f"{where},silent_s={seconds}"])
+    kind: type[LLMEngine] = {"http": HttpEngine, "openai": OpenAiEngine, "vllm-grpc": VllmGrpcEngine}[engine]
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="engine_args", match="silent_s"):
+        kind.from_args(settings)
+
+
+class Server:
+    """What a watch probes: `answers` in turn, of which an Event is waited for and an error raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+
+    async def probe(self) -> object:
+        answer = self.answers.pop(0) if self.answers else True
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+        if isinstance(answer, SluiceError):
+            raise answer
+        return answer
+
+    async def report(self) -> None: ...
+
+
+@asynccontextmanager
+async def watched(server: Server, silent_s: float = 0.4) -> AsyncIterator[ServerWatch]:
+    watch = ServerWatch(silent_s, 0.01, 3)
+    running = asyncio.create_task(watch.run(server.probe, server.report))
+    try:
+        yield watch
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_server_whose_start_took_long_is_not_taken_for_stopped_by_one_late_probe() -> None:
+    server = Server(asyncio.Event())
+    watch = ServerWatch(0.4, 0.01, 3)
+    await asyncio.sleep(0.5)
+    running = asyncio.create_task(watch.run(server.probe, server.report))
+    await asyncio.sleep(0.35)
+    watch.check()
+    running.cancel()
+
+
+async def test_server_that_answers_probes_with_errors_is_not_taken_for_stopped() -> None:
+    late = SluiceError(ErrorKind.OVERLOADED, "busy")
+    async with asyncio.timeout(5):
+        watch = ServerWatch(0.2, 0.01, 3, fails=lambda error: False)
+        server = Server(*[late] * 50)
+        running = asyncio.create_task(watch.run(server.probe, server.report))
+        while server.answers:
+            watch.check()
+            await asyncio.sleep(0.01)
+        running.cancel()
+
+
+async def test_server_that_says_its_engine_has_exited_ends_the_watch_at_once() -> None:
+    watch = ServerWatch(60.0, 0.01, 3)
+    server = Server(False, False)
+    with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN):
+        await watch.run(server.probe, server.report)
+    assert server.answers == [False]
+
+
+async def test_answer_to_a_request_ends_the_refusal_of_new_ones() -> None:
+    async with watched(Server(*[asyncio.Event() for _ in range(100)])) as watch:
+        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
+            await watch.wait(asyncio.Event().wait())
+        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
+            watch.check()
+        assert await watch.wait(asyncio.sleep(0, "token")) == "token"
+        watch.check()
 
 
 async def test_a_wait_that_times_out_by_itself_is_not_taken_for_a_stopped_server() -> None:

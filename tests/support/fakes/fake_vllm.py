@@ -22,6 +22,7 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
         model_path: folder of the model that the server reports, under the name "tiny".
         block: tokens per block.
         first_token: of every answer.
+        is_generation: whether the model generates; otherwise it embeds.
 
     Attributes:
         gate: closed: generations stop after their first token.
@@ -33,9 +34,15 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, resumes: bool = True, model_path: str = "", block: int = BLOCK, first_token: int = 1000
+        self,
+        *,
+        resumes: bool = True,
+        model_path: str = "",
+        block: int = BLOCK,
+        first_token: int = 1000,
+        is_generation: bool = True,
     ) -> None:
-        self.resumes = resumes
+        self.resumes, self.is_generation = resumes, is_generation
         self.model_path, self.block, self.first_token = model_path, block, first_token
         self.prompts: list[list[int]] = []
         self.cached: set[tuple[int, ...]] = set()
@@ -59,7 +66,7 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
         return pb.GetModelInfoResponse(
-            is_generation=True,
+            is_generation=self.is_generation,
             max_context_length=256,
             vocab_size=500,
             eos_token_ids=[2],
@@ -73,6 +80,10 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
         return pb.GetLoadsResponse(version="0.32.0", loads=[pb.SchedulerLoad(max_total_num_tokens=64 * self.block)])
+
+    async def Embed(self, request: Any, context: Any) -> Any:
+        await self.runs.wait()
+        return pb.EmbedResponse(embedding=[1.0, 2.0], embedding_dim=2)
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
         self.flushed += 1

@@ -33,6 +33,8 @@ TRAILING_EVENTS = 16
 """Events read after the finish reason, among them the usage."""
 START_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 2.0
+PROBE_S = 10.0
+"""Maximum seconds of a probe of an OpenAI server; half of the option silent_s if that is less."""
 MAX_POLL_FAILURES = 3
 """Polls of an OpenAI server that may fail in a row; then the engine counts as ended."""
 
@@ -48,7 +50,7 @@ class OpenAiEngine(LLMEngine):
         self._options = read_openai_options(settings)
         self._client: HttpClient | None = None
         self._model = ""
-        self._watch = ServerWatch(self._options.silent_s, POLL_INTERVAL_S, MAX_POLL_FAILURES)
+        self._watch = ServerWatch(self._options.silent_s, POLL_INTERVAL_S, MAX_POLL_FAILURES, probe_s=PROBE_S)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:

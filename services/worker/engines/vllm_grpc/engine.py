@@ -106,9 +106,7 @@ class VllmGrpcEngine(LLMEngine):
         )
         self._config = replace(self._config, named_by_server=named_by_server)
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
-        self.tasks.spawn(
-            self._watch.run(partial(_probe_engine, client), partial(self._poll_load, client)), "vllm-grpc-watch"
-        )
+        self.tasks.spawn(self._watch.run(client.healthy, partial(self._poll_load, client)), "vllm-grpc-watch")
         return self._config
 
     async def _start_server(self) -> str:
@@ -272,19 +270,19 @@ class VllmGrpcEngine(LLMEngine):
             while (response := await self._watch.wait(anext(responses, None))) is not None:
                 if (delta := reader.take(response)) is not None:
                     if delta.finish_reason is FinishReason.ERROR:
-                        if not await self._watch.survived(partial(_probe_engine, client)):
+                        if not await self._watch.survived(client.healthy):
                             raise server_exited()
                         if reader.may_refuse_constraint:
                             raise naming_constraint(refused_constraint(), request.guided)
                     yield delta
                 if reader.ended:
                     return
-            if not await self._watch.survived(partial(_probe_engine, client)):
+            if not await self._watch.survived(client.healthy):
                 raise server_exited()
             raise SluiceError(ErrorKind.STREAM_INCOMPLETE, "vLLM's server ended the stream without a finish reason.")
         except grpc.aio.AioRpcError as error:
             cause = error_of(error)
-            if cause.kind is ErrorKind.INTERNAL and not await self._watch.survived(partial(_probe_engine, client)):
+            if cause.kind is ErrorKind.INTERNAL and not await self._watch.survived(client.healthy):
                 cause = server_exited()
             elif cause.kind is ErrorKind.INTERNAL and reader.may_refuse_constraint:
                 cause = refused_constraint()
@@ -360,9 +358,3 @@ class VllmGrpcEngine(LLMEngine):
         self._loads = [
             replace(load, cached_blocks=cached[rank]) if rank < len(cached) else load for rank, load in enumerate(loads)
         ] or [Load()]
-
-
-async def _probe_engine(client: Client) -> None:
-    """Raises SluiceError(ENGINE_SHUTDOWN) if the server answers that its engine has exited."""
-    if not await client.healthy():
-        raise server_exited()
