@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import uvloop
 
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 
 GARBAGE_EVERY = 20_000
 """Net allocations between two runs of the garbage collector."""
+LARGE_BYTES = 1 << 20
+"""Buffers from this size on are returned to the system when they are freed."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[None]]) -> None:
@@ -31,6 +36,7 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
     A SluiceError is logged as one line, with exit code 1. Does not return.
     """
     logs.configure(name, settings.log_level, settings.log_format)
+    _return_large_buffers()
     for problem in settings.misspelt(os.environ):
         log.warning("%s", problem)
     try:
@@ -45,6 +51,14 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
     telemetry.shutdown()
     sys.stderr.flush()
     os._exit(1 if failed else 0)  # do not wait for threads of libraries
+
+
+def _return_large_buffers() -> None:
+    """Keeps glibc from raising the size from which buffers are mapped: freed bodies of 8 MiB would stay in its arenas."""
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 8 * LARGE_BYTES)
 
 
 async def _main(name: str, serve: Callable[[Stop], Awaitable[None]]) -> bool:

@@ -31,6 +31,9 @@ TIMER_S = 0.001
 FRAMES, WINDOW_S = 200, 0.1
 """Messages read of one session in a time; one that writes continuously sends half as many, so more are read later."""
 
+MAX_IDLE_PER_S = 1_000
+"""Messages without an effect that a process reads in a second, of all sessions together; senders of more wait."""
+
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -66,6 +69,30 @@ class FramePace:
             return 0.0
         _FRAMES.count()
         return left_s
+
+
+class IdlePace:
+    """Spaces out the reading of messages without an effect, of all sessions of a process together.
+
+    An honest peer sends none, or a few at the end of a stream. A hundred hostile ones, each below the pace of its own
+    session, would take the event loop.
+    """
+
+    def __init__(self, per_s: float = MAX_IDLE_PER_S) -> None:
+        self._interval_s = 1 / per_s
+        self._due_s = 0.0
+
+    def pause_s(self) -> float:
+        """Counts a message; returns how long its session waits before it reads the next one."""
+        now = perf_counter()
+        self._due_s = max(self._due_s, now - WINDOW_S) + self._interval_s
+        if self._due_s <= now:
+            return 0.0
+        _FRAMES.count()
+        return self._due_s - now
+
+
+_IDLE = IdlePace()
 
 
 class BatchWriter(Generic[Out]):
@@ -208,9 +235,10 @@ class ClientSession(Generic[Out, In]):
         peer: the peer's name in error messages.
         open_call: opens the stream; called by `run`.
         drain: returns the next message to send, or None.
-        on_message: receives each message; must not block.
+        on_message: receives each message; must not block. False: the message had no effect.
         max_pause_s: as in `BatchWriter`.
         parse: parses the messages of a call that returns them unparsed; the next one is read when it has returned.
+        idle: the pace of messages without an effect, which sessions share.
     """
 
     def __init__(
@@ -218,14 +246,16 @@ class ClientSession(Generic[Out, In]):
         peer: str,
         open_call: Callable[[], grpc.aio.StreamStreamCall[Out, In]],
         drain: Callable[[], Out | None],
-        on_message: Callable[[In], None],
+        on_message: Callable[[In], bool | None],
         max_pause_s: float = 0.0,
         parse: Callable[[Any], Awaitable[Any]] | None = None,
+        idle: IdlePace = _IDLE,
     ) -> None:
         self.peer = peer
         self._open_call = open_call
         self._parse = parse
         self._on_message = on_message
+        self._idle = idle
         self._call: grpc.aio.StreamStreamCall[Out, In] | None = None
         self._writer = BatchWriter(drain, self._write, max_pause_s)
         self.wake = self._writer.wake
@@ -250,9 +280,9 @@ class ClientSession(Generic[Out, In]):
         try:
             pace = FramePace()
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._on_message(cast(In, message if self._parse is None else await self._parse(message)))
+                had_effect = self._on_message(cast(In, message if self._parse is None else await self._parse(message)))
                 del message  # a large one is not held until the next one has arrived
-                if pause_s := pace.pause_s():
+                if pause_s := pace.pause_s() or (self._idle.pause_s() if had_effect is False else 0.0):
                     await asyncio.sleep(pause_s)
             code = await call.code()
             if code is grpc.StatusCode.OK:

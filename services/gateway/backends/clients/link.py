@@ -172,19 +172,21 @@ class Link(ABC, Generic[Out, In, S]):
         self._abandoned = True
         self.break_off()
 
-    def _receive(self, message: In | None) -> None:
+    def _receive(self, message: In | None) -> bool | None:
+        """Handles a message; returns False if it had no effect."""
         if self._abandoned:
-            return
+            return False
         if message is None:  # it could not be parsed, which has been logged
             self._end_invalid(self._invalid_message(""))
-            return
+            return False
         try:
-            self._on_message(message)
+            return self._on_message(message)
         except SluiceError as error:
             self._end_invalid(self._invalid_message(f": {error.message}"))
         except Exception:  # a bug in this process: log the traceback
             log.exception("handling a message of the %s failed; ending its session", self.peer)
             self._end_invalid(self._invalid_message(""))
+        return False
 
     def _invalid_message(self, reason: str) -> SluiceError:
         return SluiceError(ErrorKind.INTERNAL, f"The {self.peer} sent an invalid message{reason or '.'}")
@@ -211,8 +213,8 @@ class Link(ABC, Generic[Out, In, S]):
         """Returns the next message to send, or None."""
 
     @abstractmethod
-    def _on_message(self, message: In) -> None:
-        """Handles a message of the peer."""
+    def _on_message(self, message: In) -> bool:
+        """Handles a message of the peer; returns False if it concerned no stream."""
 
     @abstractmethod
     def _reset(self) -> None:

@@ -202,7 +202,8 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         return columns
 
     @shared_step("gateway.text_message")
-    def _on_message(self, message: postprocess_pb2.TextBatch) -> None:
+    def _on_message(self, message: postprocess_pb2.TextBatch) -> bool:
+        concerns_streams = bool(self.streams) and bool(message.slots or message.events)
         events, find, on_text = self._events, self.streams.get, self._events.on_text
         text, start = message.text, 0
         for event in message.events:
@@ -221,6 +222,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         if message.draining:
             self.leaving = True
             self._events.on_post_leaves(self)
+        return concerns_streams
 
     def _dispatch(
         self,

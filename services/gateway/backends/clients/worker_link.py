@@ -248,8 +248,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         return bool(self._starts) and self._starts[0][1] > START_BYTES_PER_MESSAGE
 
     @shared_step("gateway.worker_message")
-    def _on_message(self, message: worker_pb2.TokenBatch) -> None:
+    def _on_message(self, message: worker_pb2.TokenBatch) -> bool:
         self._active_at = monotonic()
+        concerns_streams = bool(self.streams) and bool(message.slots or message.extras)
         if len(message.token_ids) > self._batch_tokens.limit * TOKEN_BYTES:
             self._end_invalid(
                 self._batch_tokens.refuse(
@@ -258,7 +259,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
                     kind=ErrorKind.INTERNAL,
                 )
             )
-            return
+            return False
         if len(message.extras) > MAX_EXTRAS or len(message.slots) > self._batch_tokens.limit * TOKEN_BYTES:
             rows = max(len(message.extras), len(message.slots) // TOKEN_BYTES)
             self._end_invalid(
@@ -267,7 +268,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
                     kind=ErrorKind.INTERNAL,
                 )
             )
-            return
+            return False
         if message.dropped_media:
             self._media.forget(read_hashes(message.dropped_media))
         if message.slots:
@@ -280,6 +281,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
                 self._on_extra(stream, extra)
             except Exception as error:
                 self._events.on_broken(stream, error)
+        return concerns_streams
 
     def _on_extra(self, stream: S, extra: worker_pb2.TokenExtra) -> None:
         events = self._events
