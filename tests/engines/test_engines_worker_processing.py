@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from services.common.base.packing import unpack_u32
 from services.common.packages.model_files import ENGINE_PROCESSORS, ModelSpec
-from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.rpc.preprocess import TokenizerIdentity
 from services.gateway.backends.workers.tokenizer_parity import PROVEN, compare
 from services.preprocess.contract.tokenizer import ChatRequest, TokenizerProtocol
 from services.preprocess.engines.engine_tokenizer import EngineTokenizer

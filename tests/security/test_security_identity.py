@@ -21,7 +21,7 @@ from services.common.rpc.server import GrpcServer
 from services.common.security.bearer_tokens import shown_tokens
 from services.common.security.tls import channel_credentials
 from services.common.settings.service import GrpcServiceSettings, TlsSettings
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.metrics import GatewayMetrics

@@ -22,7 +22,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.common.settings.service import GrpcServiceSettings
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import (
     common_pb2,

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.base.packing import pack_u32
 from services.common.security.tls import PeerCredentials
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.clients.callers import Calls, now_us, ready_routers

@@ -25,7 +25,7 @@ from services.common.rpc import frame_guard, session
 from services.common.rpc.channels import READ_AHEAD_BYTES, open_channel
 from services.common.rpc.frame_guard import FREE_BYTES, SLICE_BYTES, PacedFrames, check_frame, frame_slices, guarded
 from services.common.rpc.server import STREAM_WINDOW, GrpcServer
-from services.common.rpc.session import FRAMES, ClientSession
+from services.common.rpc.session import FRAMES, ClientSession, IdlePace
 from services.common.settings.service import GrpcServiceSettings
 from services.router.metrics import Metrics
 from services.router.picker.server import PickerLimits, PickerService
@@ -514,3 +514,38 @@ async def test_attach_with_a_message_of_empty_parts_ends_and_the_router_serves(a
     async with httpx.AsyncClient(base_url=attacked.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json={"model": "tekken", "prompt": [1], "max_tokens": 1})
     assert answer.status_code == 200
+
+
+class EndlessCall:
+    """A call on which there is always another message."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    async def read(self) -> bytes:
+        self.reads += 1
+        await asyncio.sleep(0)
+        return b""
+
+    def cancel(self) -> None: ...
+
+
+async def flood(sessions: int, effect: bool, seconds: float) -> int:
+    """Returns how many messages sessions read of peers that send as fast as they can."""
+    idle, calls = IdlePace(per_s=500), [EndlessCall() for _ in range(sessions)]
+
+    def opened(call: EndlessCall) -> ClientSession[Any, Any]:
+        return ClientSession("worker", lambda: cast(Any, call), lambda: None, lambda message: effect, idle=idle)
+
+    running = [asyncio.create_task(opened(call).run()) for call in calls]
+    await asyncio.sleep(seconds)
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    return sum(call.reads for call in calls)
+
+
+async def test_messages_without_an_effect_are_read_at_one_pace_of_all_sessions() -> None:
+    sessions, seconds = 40, 1.0
+    assert await flood(sessions, effect=False, seconds=seconds) <= 500 * (seconds + 0.1) + 2 * sessions
+    assert await flood(sessions, effect=True, seconds=seconds) > 4 * 500

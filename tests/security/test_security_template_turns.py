@@ -11,7 +11,7 @@ import pytest
 from services.common.base.packing import pack_u32
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.permit import Permit
-from services.gateway.backends.clients.preprocess import TEMPLATES_AT_ONCE, PreprocessClient
+from services.gateway.backends.rpc.preprocess import TEMPLATES_AT_ONCE, PreprocessClient
 from services.gateway.core import context
 from services.gateway.core.context import RequestContext
 from services.gateway.core.request import ChatPrompt, TextPrompt

@@ -54,7 +54,7 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
 
 
 def _return_large_buffers() -> None:
-    """Keeps glibc from raising the size from which buffers are mapped: freed bodies of 8 MiB would stay in its arenas."""
+    """Keeps glibc from raising the size from which it maps buffers: freed bodies of 8 MiB would stay in its arenas."""
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -30,11 +30,11 @@ from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes
 from services.gateway.app.application import add_middleware, add_no_observer, bare_app, create_app
 from services.gateway.app.readiness import Readiness
-from services.gateway.backends.clients.link import MAX_CONNECT_S
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
-from services.gateway.backends.clients.token_bytes import TokenPieces
 from services.gateway.backends.placement.routers import ServiceRouter
+from services.gateway.backends.rpc.link import MAX_CONNECT_S
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
+from services.gateway.backends.rpc.token_bytes import TokenPieces
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.embeddings import MAX_EMBED_S, EmbedClient
 from services.gateway.backends.workers.fleet_control import FleetControl

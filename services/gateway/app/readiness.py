@@ -11,8 +11,8 @@ from typing import Any
 
 from services.common.base.errors import not_found
 from services.gateway.admission.permit import Permit
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import Role

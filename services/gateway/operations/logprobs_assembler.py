@@ -15,7 +15,7 @@ from typing import Protocol
 
 from services.common.base.errors import SluiceError, internal
 from services.common.base.tasks import TaskOwner
-from services.gateway.backends.clients.token_bytes import TokenPieces
+from services.gateway.backends.rpc.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
 from services.gateway.operations.logprobs import TokenText
 

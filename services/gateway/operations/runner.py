@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.tasks import TaskOwner
-from services.gateway.backends.clients.token_bytes import TokenPieces
+from services.gateway.backends.rpc.token_bytes import TokenPieces
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest
 from services.gateway.operations.field_names import FieldNameMap

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from services.gateway.backends.clients.preprocess import PreprocessClient
 from services.gateway.backends.placement.direct import DirectSelector
 from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.backends.placement.interfaces import PlaceStage
 from services.gateway.backends.placement.selector import WorkerSelector
+from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import GenerationRequest, TokenizedPrompt
 from services.gateway.pipeline.config import PipelineConfig

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.workers.capabilities import are_text_only
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import GenerationRequest

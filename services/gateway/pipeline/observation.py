@@ -11,8 +11,8 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.pipeline.stages import Components
 from services.gateway.streams.interfaces import StreamObserver
 

@@ -12,7 +12,7 @@ from services.common.base.errors import SluiceError, internal
 from services.common.base.packing import unpack_u32
 from services.common.base.sendable_text import sendable
 from services.common.base.shared_steps import shared_step
-from services.gateway.backends.clients.postprocess_link import TextEvents
+from services.gateway.backends.rpc.postprocess_link import TextEvents
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.pipeline.stages import CustomStream, PostprocessStage, TextDelta
 from services.gateway.streams.stream import GenerationStream

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from services.common.base.tasks import TaskOwner
-from services.gateway.backends.clients.preprocess import PreprocessClient
 from services.gateway.backends.placement.interfaces import WorkerRouter
+from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.generation import Generation

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 from services.common.base.errors import SluiceError, unavailable
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import DisaggregationPart, Role

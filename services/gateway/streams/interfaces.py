@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from services.common.base.errors import SluiceError, word
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import Finish
 from services.gateway.streams.stream import GenerationStream
 

@@ -11,8 +11,8 @@ from time import perf_counter
 
 from services.common.base.errors import ErrorKind, SluiceError, internal
 from services.common.base.shared_steps import shared_step
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.running import RunningStreams, internal_failure

@@ -20,9 +20,9 @@ from services.common.base.packing import pack_u32
 from services.common.base.tasks import TaskOwner
 from services.common.observability import telemetry
 from services.common.rpc.errors import PEER_CANCELLED, PEER_REFUSED
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.backends.placement.interfaces import Placement, PlacementRequest, PlaceStage
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.deadlines import overdue

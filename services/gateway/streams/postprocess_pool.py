@@ -13,7 +13,7 @@ from time import perf_counter
 from services.common.base.errors import SluiceError, unavailable
 from services.common.base.shared_steps import shared_step
 from services.common.rpc.replicas import idlest
-from services.gateway.backends.clients.postprocess_link import PostLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.states import TextState
 from services.gateway.streams.stream import GenerationStream

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 from services.common.base.errors import SluiceError, internal
 from services.common.base.packing import unpack_u32
 from services.common.observability import telemetry
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.context import RequestContext
 from services.gateway.core.receipts import Receipt, receipt_of
 from services.gateway.core.request import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from weakref import WeakSet, ref
 
 from services.common.base.errors import SluiceError
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.deaths import is_death
 from services.gateway.core.request import GenerationRequest
 from services.gateway.streams.stream import GenerationStream

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 
 from services.common.base.packing import pack_u32, unpack_u32
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.streams.postprocess_pool import PostprocessPool
 from services.gateway.streams.stream import GenerationStream, TextLink
 

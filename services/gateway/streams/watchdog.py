@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from services.common.base.tasks import TaskOwner
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 

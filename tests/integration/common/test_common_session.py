@@ -15,7 +15,7 @@ from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
-from services.common.rpc.session import BatchWriter, ClientSession, IdlePace, serve_session
+from services.common.rpc.session import BatchWriter, ClientSession, serve_session
 from services.common.settings.service import GrpcServiceSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
@@ -330,38 +330,3 @@ async def test_session_whose_peer_dies_during_a_write_is_cancelled_with_one_log_
     (record,) = [record for record in caplog.records if record.name == "services.common.rpc.session"]
     assert "disconnected while a message was written" in record.message
     assert record.exc_info is None
-
-
-class EndlessCall:
-    """A call on which there is always another message."""
-
-    def __init__(self) -> None:
-        self.reads = 0
-
-    async def read(self) -> bytes:
-        self.reads += 1
-        await asyncio.sleep(0)
-        return b""
-
-    def cancel(self) -> None: ...
-
-
-async def flood(sessions: int, effect: bool, seconds: float) -> int:
-    """Returns how many messages sessions read of peers that send as fast as they can."""
-    idle, calls = IdlePace(per_s=500), [EndlessCall() for _ in range(sessions)]
-
-    def session(call: EndlessCall) -> ClientSession[Any, Any]:
-        return ClientSession("worker", lambda: cast(Any, call), lambda: None, lambda message: effect, idle=idle)
-
-    running = [asyncio.create_task(session(call).run()) for call in calls]
-    await asyncio.sleep(seconds)
-    for task in running:
-        task.cancel()
-    await asyncio.wait(running)
-    return sum(call.reads for call in calls)
-
-
-async def test_messages_without_an_effect_are_read_at_one_pace_of_all_sessions() -> None:
-    sessions, seconds = 40, 1.0
-    assert await flood(sessions, effect=False, seconds=seconds) <= 500 * (seconds + 0.1) + 2 * sessions
-    assert await flood(sessions, effect=True, seconds=seconds) > 4 * 500

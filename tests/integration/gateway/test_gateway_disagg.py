@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError, no_answer
-from services.gateway.backends.clients import link
 from services.gateway.backends.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
+from services.gateway.backends.rpc import link
 from services.gateway.backends.workers import connections as connections
 from services.gateway.core.request import (
     GenerationRequest,

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
-from services.gateway.backends.clients import link
+from services.gateway.backends.rpc import link
 from services.gateway.backends.workers import connections as connections
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import (

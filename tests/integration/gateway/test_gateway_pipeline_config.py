@@ -11,7 +11,7 @@ import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import unpack_u32
-from services.gateway.backends.clients import link
+from services.gateway.backends.rpc import link
 from services.gateway.backends.workers import connections as connections
 from services.gateway.core import context
 from services.gateway.core.context import NO_CONTEXT, RequestContext

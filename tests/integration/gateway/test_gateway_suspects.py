@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from services.common.base.errors import ErrorKind
-from services.gateway.backends.clients import link
+from services.gateway.backends.rpc import link
 from services.gateway.backends.workers import connections
 from services.gateway.core.request import GenerationRequest, StopParams
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged

@@ -22,7 +22,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security import file_watcher as watched
 from services.common.security.tls import PeerCredentials
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc

@@ -14,7 +14,7 @@ import pytest
 
 from services.common.base.packing import pack_u32
 from services.common.types.hashing import block_hashes
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import Route, TokenizedPrompt
 from sluice.v1 import router_pb2

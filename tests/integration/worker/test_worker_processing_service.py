@@ -22,7 +22,7 @@ from services.common.packages.model_files import ModelSpec
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.rpc.preprocess import TokenizerIdentity
 from services.gateway.backends.workers.tokenizer_parity import DIFFERS, PROVEN, compare
 from services.postprocess.detokenize.stream import Limits
 from services.postprocess.service import PostprocessService

@@ -134,9 +134,9 @@ async def test_embeddings_of_a_stopped_server_fail(tmp_path: Path) -> None:
 def test_silence_that_is_no_number_of_seconds_is_rejected(engine: str, seconds: str) -> None:
     where = "address=127.0.0.1:1" if engine == "vllm-grpc" else "url=http://127.0.0.1:1"
     settings = WorkerSettings.load(["--engine", engine, "--engine-args", f"{where},silent_s={seconds}"])
-    kind: type[LLMEngine] = {"http": HttpEngine, "openai": OpenAiEngine, "vllm-grpc": VllmGrpcEngine}[engine]
+    make = {"http": HttpEngine.from_args, "openai": OpenAiEngine.from_args, "vllm-grpc": VllmGrpcEngine.from_args}
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="engine_args", match="silent_s"):
-        kind.from_args(settings)
+        make[engine](settings)
 
 
 class Server:

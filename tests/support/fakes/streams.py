@@ -10,9 +10,9 @@ from typing import Any, cast
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import unpack_u32
 from services.common.rpc.breaker import Breaker
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.interfaces import Placement
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,

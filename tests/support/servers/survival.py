@@ -23,9 +23,9 @@ from services.common.base.tasks import Stop, TaskOwner
 from services.common.net.ports import free_port
 from services.common.rpc.server import GrpcServer
 from services.common.settings.service import GrpcServiceSettings
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
 from services.gateway.backends.placement.routers import ServiceRouter
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.request import (

@@ -11,8 +11,8 @@ import grpc
 from services.common.base.errors import SluiceError
 from services.common.base.packing import pack_u32
 from services.common.rpc.replicas import Replica
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import Finish
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.pipeline.stages import TextDelta

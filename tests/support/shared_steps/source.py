@@ -12,7 +12,7 @@ SIGNS = {
     "services.common.rpc.call_server",
     "services.common.rpc.session",
     "services.common.rpc.multiplexed_call",
-    "services.gateway.backends.clients.link",
+    "services.gateway.backends.rpc.link",
     "services.router.state.store.redis_pipe",
 }
 """Imports by which a module is found to be one where rows meet."""
@@ -20,7 +20,7 @@ SIGNS = {
 MEETING_PLACES = {
     "services/common/rpc/session.py",
     "services/common/rpc/multiplexed_call.py",
-    "services/gateway/backends/clients/link.py",
+    "services/gateway/backends/rpc/link.py",
     "services/gateway/http/write_scheduler.py",
     "services/gateway/http/keepalive.py",
     "services/gateway/apis/live_view/feed.py",

@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from services.gateway.apis.live_view.endpoints import add_live_view
 from services.gateway.apis.live_view.observers import ObservedPreprocess, ObservedRouter
 from services.gateway.apis.live_view.view import LiveView, LiveViewRecords
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.pipeline.stages import Components
 
 

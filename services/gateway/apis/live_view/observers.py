@@ -9,8 +9,8 @@ from typing import Any
 from services.common.base.errors import SluiceError
 from services.gateway.apis.live_view.request_history import RequestHistory
 from services.gateway.apis.live_view.routing_explanations import RoutingExplanations
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.core import context
 from services.gateway.core.context import PromptTimes
 from services.gateway.core.request import Route, TokenizedPrompt

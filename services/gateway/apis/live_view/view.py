@@ -15,8 +15,8 @@ from services.gateway.apis.live_view.request_history import Finished, RequestHis
 from services.gateway.apis.live_view.routing_explanations import RoutingExplanations
 from services.gateway.apis.live_view.state import Node, ViewState
 from services.gateway.apis.live_view.worker_table import LinkState, WorkerTable
-from services.gateway.backends.clients.preprocess import PreprocessClient
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.overview import WorkerState, worker_states
 from services.gateway.backends.workers.registry import WorkerRegistry

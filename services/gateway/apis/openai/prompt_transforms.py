@@ -11,7 +11,7 @@ from services.common.base.errors import invalid
 from services.common.base.packing import pack_u32, unpack_u32
 from services.gateway.admission.permit import Permit
 from services.gateway.apis.openai.schemas import CompletionRequest, GenerationFields
-from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import EmbedsPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 

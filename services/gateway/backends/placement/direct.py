@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 from services.common.base.errors import ErrorKind, SluiceError, invalid
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.interfaces import Placement, PlacementRequest
 from services.gateway.backends.placement.selector import CONNECT_SHARE, no_such_worker
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry
 from services.gateway.core.request import Role, Route

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.disaggregation_policy import AUTO, DisaggregationPolicy
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.common.base.errors import unavailable
-from services.gateway.backends.clients.router import RouterClient
 from services.gateway.backends.placement.interfaces import AllWorkers, PlacementRequest
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.capabilities import LOAD_ONLY_POLICY
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry

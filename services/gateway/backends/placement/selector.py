@@ -12,9 +12,9 @@ from services.common.base.errors import ErrorKind, NoAnswerError, SluiceError, i
 from services.common.base.tasks import TaskOwner
 from services.common.observability import telemetry
 from services.common.rpc.errors import PEER_CANCELLED, PEER_REFUSED
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.interfaces import AllWorkers, Placement, PlacementRequest, WorkerRouter
 from services.gateway.backends.placement.routers import LocalRouter
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.capabilities import able, prompt_capabilities, with_adapter
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry

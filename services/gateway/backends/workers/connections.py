@@ -15,8 +15,8 @@ from services.common.base.tasks import TaskOwner
 from services.common.rpc.channels import open_channel
 from services.common.rpc.frame_guard import PacedFrames
 from services.common.rpc.replicas import ReplicaSet, idlest
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import BATCH_TOKENS, MAX_START_BYTES, WorkerEvents, WorkerLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import BATCH_TOKENS, MAX_START_BYTES, WorkerEvents, WorkerLink
 from services.gateway.backends.workers.registry import WorkerEntry
 from sluice.v1 import postprocess_pb2_grpc, worker_pb2
 

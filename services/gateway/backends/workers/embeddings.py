@@ -13,7 +13,7 @@ from services.common.base.errors import ErrorKind, SluiceError, unavailable
 from services.common.base.tasks import asked_to_end, end_all
 from services.common.observability import telemetry
 from services.common.rpc.errors import from_rpc_error, has_detail, passed_on
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.capabilities import able, with_adapter
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.registry import WorkerEntry, WorkerRegistry

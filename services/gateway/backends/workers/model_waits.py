@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.base.errors import SluiceError
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core import context
 

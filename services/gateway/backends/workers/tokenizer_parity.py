@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from services.common.base.errors import SluiceError
 from services.common.discovery.tokenizer_agreement import agreement, same_tokenizer
 from services.common.observability.instruments import watch
-from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.rpc.preprocess import TokenizerIdentity
 from services.gateway.metrics import PARITY
 
 log = logging.getLogger(__name__)

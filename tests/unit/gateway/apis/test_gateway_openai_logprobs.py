@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.base.errors import ErrorKind, SluiceError, unavailable
 from services.common.base.tasks import TaskOwner
-from services.gateway.backends.clients.token_bytes import TokenPieces
+from services.gateway.backends.rpc.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
 from services.gateway.operations.logprobs import TokenText
 from services.gateway.operations.logprobs_assembler import LogprobsAssembler

@@ -16,7 +16,7 @@ from services.gateway.apis.openai.prompt_transforms import MAX_WORD_CHARACTERS, 
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.backends.clients.preprocess import PreprocessClient
+from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import (
     GenerationRequest,

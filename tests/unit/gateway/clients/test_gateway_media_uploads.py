@@ -6,8 +6,8 @@ import pytest
 
 from services.common.base.errors import SluiceError
 from services.common.types.media.spans import MediaFile, content_hash
-from services.gateway.backends.clients import media_uploads
-from services.gateway.backends.clients.media_uploads import MAX_AT_ONCE, PART_BYTES, MediaUploads, Start, read_hashes
+from services.gateway.backends.rpc import media_uploads
+from services.gateway.backends.rpc.media_uploads import MAX_AT_ONCE, PART_BYTES, MediaUploads, Start, read_hashes
 from sluice.v1 import worker_pb2
 
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from services.common.base.errors import unavailable
-from services.gateway.backends.clients import router
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc import router
+from services.gateway.backends.rpc.router import RouterClient
 from sluice.v1 import router_pb2
 
 

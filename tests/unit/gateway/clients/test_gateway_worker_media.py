@@ -18,8 +18,8 @@ from services.common.base.packing import pack_u32
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.types.media.parts import MediaInput
 from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
-from services.gateway.backends.clients.preprocess import MEDIA_AT_ONCE, PreprocessClient
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.preprocess import MEDIA_AT_ONCE, PreprocessClient
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.context import NO_CONTEXT
 from services.gateway.core.request import ChatPrompt, FinishReason, PromptMedia, TextPrompt, TokenizedPrompt
 from services.gateway.streams.manager import NO_RECOVERY

@@ -11,7 +11,7 @@ from services.common.base.errors import SluiceError
 from services.common.rpc.media import read_spans
 from services.common.types.media.parts import MediaInput
 from services.common.types.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
-from services.gateway.backends.clients.router import RouterClient
+from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.registry import WorkerEntry
 from services.gateway.core.request import ChatPrompt, PromptMedia
 from services.gateway.pipeline.engine_preprocessing import EngineTokenizeStage

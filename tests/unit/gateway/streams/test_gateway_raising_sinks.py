@@ -11,8 +11,8 @@ import pytest
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import pack_u32
 from services.common.rpc.replicas import Replica
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import Finish
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.fakes.streams import REQUEST, Sink, StreamTable

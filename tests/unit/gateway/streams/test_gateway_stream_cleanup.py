@@ -18,14 +18,14 @@ from services.gateway.apis.openai.completion_objects import stop_reason
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
-from services.gateway.backends.clients import link as link_module
-from services.gateway.backends.clients import postprocess_link as post_link
-from services.gateway.backends.clients import worker_link
-from services.gateway.backends.clients.postprocess_link import PostLink, stream_options
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.disaggregation_policy import AUTO
 from services.gateway.backends.placement.interfaces import Placement, PlacementRequest
 from services.gateway.backends.placement.selector import WorkerSelector
+from services.gateway.backends.rpc import link as link_module
+from services.gateway.backends.rpc import postprocess_link as post_link
+from services.gateway.backends.rpc import worker_link
+from services.gateway.backends.rpc.postprocess_link import PostLink, stream_options
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.context import NO_CONTEXT
 from services.gateway.core.request import (
     NULL_SINK,

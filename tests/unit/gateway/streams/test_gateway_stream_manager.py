@@ -6,7 +6,7 @@ from array import array
 from typing import cast
 
 from services.common.base.errors import SluiceError, unavailable
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,

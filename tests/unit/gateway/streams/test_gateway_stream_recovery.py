@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from services.common.base.errors import ErrorKind, SluiceError
-from services.gateway.backends.clients.postprocess_link import PostLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.common.base.errors import SluiceError, invalid, unavailable
 from services.common.base.packing import pack_u32
-from services.gateway.backends.clients.postprocess_link import PostLink
-from services.gateway.backends.clients.worker_link import WorkerLink
+from services.gateway.backends.rpc.postprocess_link import PostLink
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.core.request import NULL_SINK, DisaggregationPart, Finish, FinishReason, Role, TextPrompt
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.running_memory import RunningMemory

@@ -21,8 +21,8 @@ from services.common.base.errors import (
 from services.common.base.packing import pack_u32
 from services.common.rpc.errors import DETAIL_KEY, status_of, to_detail
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
-from services.gateway.backends.clients.worker_link import WorkerLink
 from services.gateway.backends.placement.interfaces import Placement
+from services.gateway.backends.rpc.worker_link import WorkerLink
 from services.gateway.backends.workers.capabilities import able
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.backends.workers.embeddings import INPUTS_PER_CALL, EmbedClient, EmbedInput

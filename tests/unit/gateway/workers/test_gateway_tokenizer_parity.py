@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.base.errors import unavailable
-from services.gateway.backends.clients.preprocess import TokenizerIdentity
+from services.gateway.backends.rpc.preprocess import TokenizerIdentity
 from services.gateway.backends.workers.tokenizer_parity import (
     DIFFERS,
     PROVEN,

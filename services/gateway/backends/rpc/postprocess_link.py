@@ -15,7 +15,7 @@ from services.common.base.shared_steps import shared_step
 from services.common.observability import telemetry
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.replicas import Replica
-from services.gateway.backends.clients.link import Link, take_within
+from services.gateway.backends.rpc.link import Link, take_within
 from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
 from services.gateway.core.stream_view import S, S_contra, StreamView
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc

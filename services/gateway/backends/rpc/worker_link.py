@@ -19,10 +19,10 @@ from services.common.base.tasks import asked_to_end
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.frame_guard import PacedFrames
 from services.common.rpc.generation import read_logprobs
-from services.gateway.backends.clients.link import Link, take_within
-from services.gateway.backends.clients.media_uploads import MediaUploads, Start, read_hashes
-from services.gateway.backends.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts
-from services.gateway.backends.clients.worker_messages import generate_request
+from services.gateway.backends.rpc.link import Link, take_within
+from services.gateway.backends.rpc.media_uploads import MediaUploads, Start, read_hashes
+from services.gateway.backends.rpc.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts
+from services.gateway.backends.rpc.worker_messages import generate_request
 from services.gateway.core.request import DisaggregationPart, FinishReason, PositionLogprobs
 from services.gateway.core.stream_view import S, S_contra
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc

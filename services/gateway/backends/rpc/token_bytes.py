@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from services.common.base.packing import pack_u32
 from services.common.rpc.replicas import ReplicaSet
-from services.gateway.backends.clients.postprocess_link import split_pieces
+from services.gateway.backends.rpc.postprocess_link import split_pieces
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ from services.common.base.packing import pack_u32
 from services.common.observability import telemetry
 from services.common.rpc.generation import write_embeds, write_guided, write_sampling
 from services.common.rpc.media import span_messages
-from services.gateway.backends.clients.postprocess_link import stream_options
+from services.gateway.backends.rpc.postprocess_link import stream_options
 from services.gateway.core.request import (
     ChatPrompt,
     DisaggregationPart,
