@@ -516,7 +516,7 @@ async def test_attach_with_a_message_of_empty_parts_ends_and_the_router_serves(a
     assert answer.status_code == 200
 
 
-class EndlessCall:
+class FloodingCall:
     """A call on which there is always another message."""
 
     def __init__(self) -> None:
@@ -532,9 +532,9 @@ class EndlessCall:
 
 async def flood(sessions: int, effect: bool, seconds: float) -> int:
     """Returns how many messages sessions read of peers that send as fast as they can."""
-    idle, calls = IdlePace(per_s=500), [EndlessCall() for _ in range(sessions)]
+    idle, calls = IdlePace(per_s=500), [FloodingCall() for _ in range(sessions)]
 
-    def opened(call: EndlessCall) -> ClientSession[Any, Any]:
+    def opened(call: FloodingCall) -> ClientSession[Any, Any]:
         return ClientSession("worker", lambda: cast(Any, call), lambda: None, lambda message: effect, idle=idle)
 
     running = [asyncio.create_task(opened(call).run()) for call in calls]
