@@ -85,6 +85,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._cost = cost
         self._max_pause_s = max_pause_s
         self._open_streams: set[_OpenStream] = set()
+        self._registering = asyncio.Lock()  # one in each turn of the event loop: queries are answered between two
         self._stopped = False
 
     def stop(self) -> None:
@@ -266,6 +267,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         lease_s = self._router.config.lease_ms / 1000
         try:
             first = await asyncio.wait_for(context.read(), lease_s)
+            async with self._registering:
+                await asyncio.sleep(0)
             attachment, sequences = await self._register(first, context)
             await self._serve_attached(attachment, sequences, context)
         except SluiceError as error:
