@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from services.common.base.packing import pack_u32
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.clients.honest_clients import HonestClients
-from tests.support.fakes.hostile_worker import HostileWorker
+from tests.support.fakes.hostile_worker import HostileWorker, extra
 from tests.support.servers.suite import Suite
 
 FRAMES, SLOW_FRAMES = 2_000, 100_000
@@ -26,6 +26,7 @@ FRAMES_A_STEP = 1_000
 STREAMS = 20
 VICTIMS = 4
 GUESSES = 600
+WAIT_S = 60
 FLOATS = (0.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e300)
 TEXTS = ("", "x", "evil\n", "\x00", "a" * 5_000, "\u2028", "é" * 10)
 
@@ -67,28 +68,28 @@ class Frames:
 
     def _extra(self) -> worker_pb2.TokenExtra:
         roll = self._random.random
-        extra = worker_pb2.TokenExtra(slot=self._slot())
+        fields = worker_pb2.TokenExtra(slot=self._slot())
         if roll() < 0.3:
-            extra.finish_reason = self._random.choice((1, 2, 3, 4, 5, 6, 7, 99))  # type: ignore[assignment]
-            extra.usage.CopyFrom(common_pb2.Usage(completion_tokens=self._number(), prompt_tokens=self._number()))
+            fields.finish_reason = self._random.choice((1, 2, 3, 4, 5, 6, 7, 99))  # type: ignore[assignment]
+            fields.usage.CopyFrom(common_pb2.Usage(completion_tokens=self._number(), prompt_tokens=self._number()))
         if roll() < 0.2:
             kind = self._random.choice((0, 1, 4, 5, 9, 10, 11, 20, 25, 77))
-            extra.error.CopyFrom(common_pb2.ErrorDetail(kind=kind, message=self._text(), code=self._text()))  # type: ignore[arg-type]
+            fields.error.CopyFrom(common_pb2.ErrorDetail(kind=kind, message=self._text(), code=self._text()))  # type: ignore[arg-type]
         if roll() < 0.2:
-            extra.cached_tokens = self._number()
+            fields.cached_tokens = self._number()
         if roll() < 0.2:
-            extra.stop_token_id = self._number()
+            fields.stop_token_id = self._number()
         if roll() < 0.2:
-            extra.handoff = self._random.randbytes(self._random.randrange(40))
+            fields.handoff = self._random.randbytes(self._random.randrange(40))
         if roll() < 0.1:
-            extra.prompt_token_ids = self._random.randbytes(self._random.randrange(40))
+            fields.prompt_token_ids = self._random.randbytes(self._random.randrange(40))
         if roll() < 0.2:
-            extra.logprobs.extend(self._positions())
+            fields.logprobs.extend(self._positions())
         if roll() < 0.1:
-            extra.prompt_logprobs.extend(self._positions())
+            fields.prompt_logprobs.extend(self._positions())
         if roll() < 0.2:
-            extra.events.extend(self._event() for _ in range(self._random.randrange(3)))
-        return extra
+            fields.events.extend(self._event() for _ in range(self._random.randrange(3)))
+        return fields
 
     def _positions(self) -> Iterator[common_pb2.PositionLogprobs]:
         for _ in range(self._random.randrange(4)):
@@ -193,6 +194,16 @@ class Arena:
             self.worker.send(*(frames.next() for _ in range(100)))
             await self.worker.drained()
 
+    async def fail_a_victim(self) -> None:
+        """Reports an internal error for the newest requests until one was answered: random frames may report none."""
+        error = common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL, message="reported by the worker")
+        async with asyncio.timeout(WAIT_S):
+            while 500 not in self.answers:
+                await self.worker.connected()
+                self.worker.send(*(extra(slot, error=error) for slot in list(self.worker.starts)[-VICTIMS * 4 :]))
+                await self.worker.drained()
+                await asyncio.sleep(0.1)
+
     async def send_garbage(self, seed: int) -> None:
         """Sends one frame that ends the session, from a worker of its own."""
         async with HostileWorker(f"garbage-{seed}", "tekken") as worker:
@@ -249,11 +260,11 @@ def test_honest_streams_beside_random_frames_of_a_hostile_worker_are_undisturbed
                 ),
             )
         assert arena.worker.starts, "no request ran on the hostile worker"
+        arena.run(arena.fail_a_victim())
     finally:
         arena.run(arena.close())
         arena.stop()
     arena.honest.check()
     assert arena.honest.answers >= STREAMS
-    assert arena.answers & {500, 502, 504}
     unhandled = [at for at, line in enumerate(attacked.output) if "Traceback" in line]
     assert not unhandled, "".join(attacked.output[unhandled[0] - 1 : unhandled[0] + 60])

@@ -128,7 +128,7 @@ class ChildLimits:
             resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, self.files))
 
     def apply_memory(self, factor: int = 1, final: bool = True) -> None:
-        """ChildLimits the memory; beyond it, allocations raise MemoryError.
+        """Limits the memory; beyond it, allocations raise MemoryError.
 
         Args:
             factor: multiplies the limit.
