@@ -196,11 +196,14 @@ class Arena:
 
     async def fail_a_victim(self) -> None:
         """Reports an internal error for the newest requests until one was answered: random frames may report none."""
-        error = common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL, message="reported by the worker")
+        failed = {
+            "finish_reason": common_pb2.FINISH_REASON_ERROR,
+            "error": common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL, message="reported by the worker"),
+        }
         async with asyncio.timeout(WAIT_S):
             while 500 not in self.answers:
                 await self.worker.connected()
-                self.worker.send(*(extra(slot, error=error) for slot in list(self.worker.starts)[-VICTIMS * 4 :]))
+                self.worker.send(*(extra(slot, **failed) for slot in list(self.worker.starts)[-VICTIMS * 4 :]))
                 await self.worker.drained()
                 await asyncio.sleep(0.1)
 
