@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError
+from services.common.types.media.spans import MediaKind
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Reasoning
 from services.worker.contract.delta_stream import DeltaStream
@@ -40,6 +41,10 @@ def read(*chunks: dict[str, Any]) -> list[Delta]:
         deltas += stream.take()
     reader.close()
     return deltas + list(stream.take())
+
+
+def test_openai_engine_offers_no_media() -> None:
+    assert OpenAiEngine.CAPABILITIES.isdisjoint(kind.capability for kind in MediaKind)
 
 
 def choice(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
