@@ -18,15 +18,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from services.common.base.packing import pack_u32
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 from tests.support.clients.honest_clients import HonestClients
-from tests.support.fakes.hostile_worker import HostileWorker, extra
+from tests.support.fakes.hostile_worker import HostileWorker
 from tests.support.servers.suite import Suite
+from tests.support.waiting import until
 
 FRAMES, SLOW_FRAMES = 2_000, 100_000
 FRAMES_A_STEP = 1_000
 STREAMS = 20
 VICTIMS = 4
 GUESSES = 600
-WAIT_S = 60
 FLOATS = (0.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e300)
 TEXTS = ("", "x", "evil\n", "\x00", "a" * 5_000, "\u2028", "é" * 10)
 
@@ -68,28 +68,28 @@ class Frames:
 
     def _extra(self) -> worker_pb2.TokenExtra:
         roll = self._random.random
-        fields = worker_pb2.TokenExtra(slot=self._slot())
+        extra = worker_pb2.TokenExtra(slot=self._slot())
         if roll() < 0.3:
-            fields.finish_reason = self._random.choice((1, 2, 3, 4, 5, 6, 7, 99))  # type: ignore[assignment]
-            fields.usage.CopyFrom(common_pb2.Usage(completion_tokens=self._number(), prompt_tokens=self._number()))
+            extra.finish_reason = self._random.choice((1, 2, 3, 4, 5, 6, 7, 99))  # type: ignore[assignment]
+            extra.usage.CopyFrom(common_pb2.Usage(completion_tokens=self._number(), prompt_tokens=self._number()))
         if roll() < 0.2:
             kind = self._random.choice((0, 1, 4, 5, 9, 10, 11, 20, 25, 77))
-            fields.error.CopyFrom(common_pb2.ErrorDetail(kind=kind, message=self._text(), code=self._text()))  # type: ignore[arg-type]
+            extra.error.CopyFrom(common_pb2.ErrorDetail(kind=kind, message=self._text(), code=self._text()))  # type: ignore[arg-type]
         if roll() < 0.2:
-            fields.cached_tokens = self._number()
+            extra.cached_tokens = self._number()
         if roll() < 0.2:
-            fields.stop_token_id = self._number()
+            extra.stop_token_id = self._number()
         if roll() < 0.2:
-            fields.handoff = self._random.randbytes(self._random.randrange(40))
+            extra.handoff = self._random.randbytes(self._random.randrange(40))
         if roll() < 0.1:
-            fields.prompt_token_ids = self._random.randbytes(self._random.randrange(40))
+            extra.prompt_token_ids = self._random.randbytes(self._random.randrange(40))
         if roll() < 0.2:
-            fields.logprobs.extend(self._positions())
+            extra.logprobs.extend(self._positions())
         if roll() < 0.1:
-            fields.prompt_logprobs.extend(self._positions())
+            extra.prompt_logprobs.extend(self._positions())
         if roll() < 0.2:
-            fields.events.extend(self._event() for _ in range(self._random.randrange(3)))
-        return fields
+            extra.events.extend(self._event() for _ in range(self._random.randrange(3)))
+        return extra
 
     def _positions(self) -> Iterator[common_pb2.PositionLogprobs]:
         for _ in range(self._random.randrange(4)):
@@ -186,8 +186,7 @@ class Arena:
     async def attack(self, seed: int) -> None:
         """Sends a step's worth of frames."""
         await self.worker.connected()
-        own = list(self.worker.starts)[-VICTIMS * 4 :]
-        frames = Frames(seed, own)
+        frames = Frames(seed, self._newest())
         before = self.worker.sent
         while self.worker.sent - before < FRAMES_A_STEP:
             await self.worker.connected()
@@ -195,17 +194,21 @@ class Arena:
             await self.worker.drained()
 
     async def fail_a_victim(self) -> None:
-        """Reports an internal error for the newest requests until one was answered: random frames may report none."""
-        failed = {
-            "finish_reason": common_pb2.FINISH_REASON_ERROR,
-            "error": common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL, message="reported by the worker"),
-        }
-        async with asyncio.timeout(WAIT_S):
-            while 500 not in self.answers:
-                await self.worker.connected()
-                self.worker.send(*(extra(slot, **failed) for slot in list(self.worker.starts)[-VICTIMS * 4 :]))
-                await self.worker.drained()
-                await asyncio.sleep(0.1)
+        """Ends the newest requests with an internal error until one is answered, which random frames may never do."""
+        error = common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL, message="reported by the worker")
+        failed = common_pb2.FINISH_REASON_ERROR
+
+        async def answered() -> bool:
+            await self.worker.connected()
+            extras = [worker_pb2.TokenExtra(slot=slot, finish_reason=failed, error=error) for slot in self._newest()]
+            self.worker.send(worker_pb2.TokenBatch(extras=extras))
+            return 500 in self.answers
+
+        await until(answered, pause_s=0.1)
+
+    def _newest(self) -> list[int]:
+        """Slots of the requests that started last, more than run at a time."""
+        return list(self.worker.starts)[-VICTIMS * 4 :]
 
     async def send_garbage(self, seed: int) -> None:
         """Sends one frame that ends the session, from a worker of its own."""
@@ -269,5 +272,6 @@ def test_honest_streams_beside_random_frames_of_a_hostile_worker_are_undisturbed
         arena.stop()
     arena.honest.check()
     assert arena.honest.answers >= STREAMS
+    assert 500 in arena.answers
     unhandled = [at for at, line in enumerate(attacked.output) if "Traceback" in line]
     assert not unhandled, "".join(attacked.output[unhandled[0] - 1 : unhandled[0] + 60])

@@ -8,12 +8,17 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Self
 
 from services.common.base.errors import SluiceError
+from services.common.types.media.spans import content_hash
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load, Sink
 from services.worker.contract.generation import (
     Delta,
     FinishReason,
     GenerateRequest,
+    MediaFile,
+    MediaItem,
+    MediaKind,
+    MediaSpan,
     PositionLogprobs,
     StopParams,
     Usage,
@@ -79,6 +84,12 @@ class RecordingSink(Sink):
         self.calls.append("finish")
         self.reason, self.usage, self.stop_token_id, self.error = reason, usage, stop_token_id, error
         self.done.set()
+
+
+def media_item(kind: MediaKind) -> MediaItem:
+    """A short file of a kind, where the prompt's first token is."""
+    file = MediaFile(content_hash(b"file"), b"file")
+    return MediaItem(MediaSpan(kind, file.hash, 0, 1), file)
 
 
 def request(request_id: str = "r", prompt: Sequence[int] = (BOS, 20, 21, TURN), **fields: Any) -> GenerateRequest:

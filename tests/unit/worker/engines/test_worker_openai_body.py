@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError
-from services.common.types.media.spans import MediaKind
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Reasoning
+from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.generation import (
     Delta,
     FinishReason,
     GenerateRequest,
+    MediaKind,
     SamplingParams,
     StopParams,
     StructuredOutput,
@@ -23,7 +25,10 @@ from services.worker.contract.generation import (
 )
 from services.worker.engines.openai import OpenAiEngine
 from services.worker.engines.openai.body import CHAT, COMPLETIONS, ChunkReader, path_and_body
+from services.worker.generation.validation import validate
 from services.worker.settings import WorkerSettings
+from tests.support.fakes.engines import CONFIG, media_item, request
+from tests.support.oracles.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -43,12 +48,15 @@ def read(*chunks: dict[str, Any]) -> list[Delta]:
     return deltas + list(stream.take())
 
 
-def test_openai_engine_offers_no_media() -> None:
-    assert OpenAiEngine.CAPABILITIES.isdisjoint(kind.capability for kind in MediaKind)
-
-
 def choice(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+@pytest.mark.parametrize("kind", MediaKind)
+def test_openai_engine_refuses_media(kind: MediaKind) -> None:
+    config = replace(CONFIG, capabilities=OpenAiEngine.CAPABILITIES | {Capability.TOKEN_IDS})
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION, param="media", code="unsupported_by_engine"):
+        validate(request(media=(media_item(kind),)), config)
 
 
 def test_body_of_a_chat_has_the_requested_options_only() -> None:

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError
-from services.common.types.media.spans import content_hash
 from services.postprocess.detokenize.stream import StreamOptions
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import (
     Disaggregation,
-    MediaFile,
-    MediaItem,
     MediaKind,
-    MediaSpan,
     PromptEmbeds,
     Role,
     SamplingParams,
@@ -26,14 +22,8 @@ from services.worker.contract.generation import (
 from services.worker.contract.required_capabilities import demands
 from services.worker.engines import find_engine
 from services.worker.generation.validation import validate, validate_embedding
-from tests.support.fakes.engines import CONFIG, request
+from tests.support.fakes.engines import CONFIG, media_item, request
 from tests.support.oracles.errors import raises_error
-
-
-def media_item(kind: MediaKind) -> MediaItem:
-    file = MediaFile(content_hash(b"file"), b"file")
-    return MediaItem(MediaSpan(kind, file.hash, 0, 1), file)
-
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))
 USES: list[tuple[Capability, str, dict[str, Any]]] = [
