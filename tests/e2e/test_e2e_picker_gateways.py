@@ -119,12 +119,24 @@ async def test_gateway_runs_the_chosen_worker_and_tokenizes_only_where_it_has_to
         assert answer.status_code == 200, answer.text
         assert (whole.tokenized() == before) is ids
         (receipt,) = json.loads(answer.headers["x-sluice-route-receipt"])
-        assert receipt["worker"] == answered.headers["x-sluice-worker"]
+        assert receipt["worker"] == answered.headers["x-sluice-worker"].split(",")[0]
         assert receipt["reason"] == "named_by_request"
         assert "predicted_cached_tokens" not in receipt
         assert whole.booked() == 1, "booked by the picker alone"
         await exchange.respond([answer.content], content_type="application/json")
         await exchange.end()
+
+
+async def test_request_whose_chosen_worker_the_gateway_does_not_know_runs_on_the_next_one(whole: TwoStages) -> None:
+    async with first_stage(whole, CHAT, PATH) as (_, answered):
+        chosen, *others = answered.headers["x-sluice-worker"].split(",")
+        assert {chosen, *others} == {"worker-0", "worker-1", "worker-2"}
+        answered.headers["x-sluice-worker"] = ",".join(["ended-1", *others])
+        answer = await second_stage(whole, answered, PATH)
+        assert answer.status_code == 200, answer.text
+        (receipt,) = json.loads(answer.headers["x-sluice-route-receipt"])
+        assert receipt["worker"] == others[0]
+        assert "next_named_worker" in json.dumps(answer.json()) + str(answer.headers)
 
 
 async def test_token_ids_and_workers_of_the_client_do_not_reach_the_second_stage(whole: TwoStages) -> None:

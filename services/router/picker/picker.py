@@ -25,7 +25,7 @@ from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, besi
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
 from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
-from services.router.scheduling.route_headers import DESTINATION, headers_of
+from services.router.scheduling.route_headers import DESTINATION, WORKER, headers_of
 from services.router.state.reservations.cost import CostModel
 from services.router.state.reservations.ids import reservation_id
 from services.router.state.store.memory import unix_ms
@@ -313,6 +313,7 @@ class Picker:
         headers = headers_of(route)
         slot = WorkerRank(route.worker.worker_id, route.rank)
         if self._gateways is not None:
+            headers[WORKER] = ",".join(worker.worker_id for worker in (route.worker, *route.fallbacks))
             pick = self._through_gateway(request, headers, body)
         elif not request.allows(endpoint_of(route.worker)):
             raise _OutsideSubset

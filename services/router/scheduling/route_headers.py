@@ -6,10 +6,11 @@ from services.router.scheduling.queries import RouteResult
 from services.router.state.workers.worker import Role, Worker
 
 DESTINATION = "x-gateway-destination-endpoint"
+WORKER = "x-sluice-worker"
 ROUTING_MODE = "x-dynamo-routing-mode"
 ROUTE_HEADERS = (
     DESTINATION,
-    "x-sluice-worker",
+    WORKER,
     "x-sluice-dp-rank",
     "x-sluice-prefill-worker",
     "x-sluice-prefill-dp-rank",
@@ -40,7 +41,7 @@ def headers_of(route: RouteResult) -> dict[str, str]:
     pair = route.prefill_worker is not None or route.half is not None
     headers = {
         DESTINATION: worker.address,
-        "x-sluice-worker": worker.worker_id,
+        WORKER: worker.worker_id,
         "x-sluice-dp-rank": rank,
         "x-dynamo-worker-instance-id": worker.worker_id,
         "x-dynamo-dp-rank": rank,

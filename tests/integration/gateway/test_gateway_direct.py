@@ -8,6 +8,7 @@ import pytest
 
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import pack_u32, unpack_u32
+from services.gateway.backends.placement.direct import NEXT_NAMED_WORKER
 from services.gateway.core import context
 from services.gateway.core.context import NO_CONTEXT, RequestContext
 from services.gateway.core.routing_hints import RoutingHints
@@ -35,6 +36,18 @@ async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -
             assert heard.error.kind is ErrorKind.DISCONNECTED
             assert stage.knives[number].cuts == 1
         assert stage.reservations.made == 0
+        await stage.quiet()
+
+
+async def test_direct_request_whose_first_worker_is_unknown_runs_on_the_next_named_one(folder: Path) -> None:
+    async with staged(folder, workers=2, config=DIRECT) as stage:
+        for names, degraded in ((("gone", "w1"), (NEXT_NAMED_WORKER,)), (("w1", "gone"), ())):
+            # Rank 5 is one of the worker named first; w1 has a single rank.
+            context.enter(RequestContext(hints=RoutingHints(workers=names, rank=0 if names[0] == "w1" else 5)))
+            heard = await stage.ask(REQUEST)
+            assert heard.error is None
+            assert heard.finish is not None
+            assert heard.finish.degraded == degraded
         await stage.quiet()
 
 

@@ -15,6 +15,8 @@ from services.gateway.core.request import Role, Route
 from services.gateway.core.routing_hints import RoutingHints, described
 
 WORKER_HEADER = "x-sluice-worker"
+NEXT_NAMED_WORKER = "next_named_worker"
+"""Reported as `degraded`: a later named worker runs the request, as the first is unknown or could not be reached."""
 
 
 class DirectSelector:
@@ -42,14 +44,20 @@ class DirectSelector:
         prefill, prefill_link = await self._prefill(hints, placement_request, excluded)
         entry, link = await self._first(hints.answering, hints.answering_source, placement_request, excluded)
         _check_roles(hints, entry, prefill)
-        _check_rank(entry, hints.rank, hints.source("rank"))
+        first = _is_named_first(entry, hints.answering)
+        first_prefill = prefill is None or _is_named_first(prefill, hints.prefill)
+        # A rank is one of the worker named first.
+        rank = hints.rank if first else None
+        prefill_rank = hints.prefill_rank if first_prefill else None
+        _check_rank(entry, rank, hints.source("rank"))
         if prefill is not None:
-            _check_rank(prefill, hints.prefill_rank, hints.source("prefill_rank"))
+            _check_rank(prefill, prefill_rank, hints.source("prefill_rank"))
         route = Route(
             entry.worker_id,
-            hints.rank,
+            rank,
             prefill_worker_id=prefill.worker_id if prefill else "",
-            prefill_rank=hints.prefill_rank,
+            prefill_rank=prefill_rank,
+            degraded="" if first and first_prefill else NEXT_NAMED_WORKER,
         )
         return Placement(route, link, prefill_link)
 
@@ -90,6 +98,10 @@ class DirectSelector:
             raise failure or no_such_worker(names, placement_request.request.model, source)
         finally:
             del failure  # break the reference cycle: the traceback references this frame
+
+
+def _is_named_first(entry: WorkerEntry, names: Sequence[str]) -> bool:
+    return names[0] in (entry.worker_id, entry.address)
 
 
 def _no_worker_named(hints: RoutingHints) -> SluiceError:
