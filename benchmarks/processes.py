@@ -72,13 +72,22 @@ def _sum(process: psutil.Process, of: Callable[[psutil.Process], float]) -> floa
 
 
 @contextmanager
-def own_suite(workers: int, speedup: float, arguments: Sequence[str] = (), tree: Path | None = None) -> Iterator[str]:
+def own_suite(
+    workers: int,
+    speedup: float,
+    arguments: Sequence[str] = (),
+    tree: Path | None = None,
+    added: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """Runs `sluice up` on free ports, of another checkout if `tree` is one; gives its URL.
+
+    Args:
+        added: environment variables, besides those of this process.
 
     Raises:
         RuntimeError: with its log, when it does not come up.
     """
-    environment = None if tree is None else {**os.environ, "PYTHONPATH": str(tree)}
+    environment = {**os.environ, **({} if tree is None else {"PYTHONPATH": str(tree)}), **(added or {})}
     command = [sys.executable, "-m", "sluice.cli.main", "up", "--port", "0", "--base-grpc-port", "0"]
     command += ["--workers", str(workers), "--speedup", str(speedup), "--log-level", "warning", *arguments]
     with (
