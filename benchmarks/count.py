@@ -114,7 +114,7 @@ class Windows:
         wait_until(lambda: all(file.exists() for file in files), _DONE_WITHIN_S)
 
     def _redis(self) -> dict[str, int]:
-        stats: dict[str, Any] = self._store.info("commandstats")  # type: ignore[assignment]
+        stats: dict[str, Any] = self._store.info("commandstats")
         return {"commands": sum(stat["calls"] for name, stat in stats.items() if name != "cmdstat_info")}
 
 
@@ -230,7 +230,7 @@ def _checkout(revision: str) -> Iterator[Path]:
 
 
 def _table(kind: str, found: Counted, earlier: Counted | None) -> Table:
-    columns = [name for name in found.counts["gateway"]] + ["commands"]
+    columns = [*found.counts["gateway"], "commands"]
     table = Table(title=kind, title_justify="left")
     table.add_column("service")
     for column in columns:

@@ -127,7 +127,9 @@ KINDS: Mapping[str, Send] = {
         "/v1/chat/completions", lambda prompt: {"model": MODEL, "messages": [], "max_tokens": prompt}, status=400
     ),
     "refused: unknown model": _posted(
-        "/v1/chat/completions", lambda prompt: {"model": "no", "messages": [{"role": "user", "content": prompt}]}, status=404
+        "/v1/chat/completions",
+        lambda prompt: {"model": "no", "messages": [{"role": "user", "content": prompt}]},
+        status=404,
     ),
     "refused: prompt too long": _posted(
         "/v1/chat/completions",
@@ -143,5 +145,5 @@ def endpoints_of(gateway: str, router: str) -> Endpoints:
     channel = grpc.insecure_channel(router)
     return Endpoints(
         http.client.HTTPConnection(gateway, timeout=ANSWER_WITHIN_S),
-        router_pb2_grpc.RouterStub(channel),  # type: ignore[no-untyped-call]
+        router_pb2_grpc.RouterStub(channel),
     )

@@ -2,8 +2,9 @@
 
 SIGUSR1 opens a window; SIGUSR2 closes it and writes what was counted to the folder in COUNTED, as `PID.json`. An empty
 `PID` there says that a process takes these signals, `PID.open` that its window is open. The counts are of calls and
-resumptions of Python functions, of tasks and timers of the event loop, of the messages and bytes of the gRPC
-channels that the process opened, and of the memory blocks that a window leaves to be collected or kept.
+resumptions of Python functions, of the calls of C functions that these make, of tasks and timers of the event loop, of
+the messages and bytes of the gRPC channels that the process opened, and of the memory blocks that a window leaves to be
+collected or kept.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ EVENT_LOOP = "uvloop"
 SCHEDULING = {"create_task": "tasks", "call_later": "timers", "call_at": "timers"}
 
 _calls: defaultdict[CodeType, int] = defaultdict(int)
-_counts = dict.fromkeys(("C calls", "tasks", "timers", "messages sent", "messages received", "bytes sent", "bytes received"), 0)
+_c_calls: defaultdict[CodeType, int] = defaultdict(int)  # by the code that makes them
+_counts = dict.fromkeys(("tasks", "timers", "messages sent", "messages received", "bytes sent", "bytes received"), 0)
 _opened_with = [0]
 
 
@@ -37,14 +39,13 @@ def _record(frame: FrameType, event: str, argument: object) -> None:
     if event == "call":
         _calls[frame.f_code] += 1
     elif event == "c_call":
-        _counts["C calls"] += 1
+        _c_calls[frame.f_code] += 1
 
 
 def _open(number: int, frame: FrameType | None) -> None:
-    for code in _calls:
-        _calls[code] = 0
-    for name in _counts:
-        _counts[name] = 0
+    for counts in (_calls, _c_calls, _counts):
+        for key in counts:
+            counts[key] = 0  # type: ignore[index]
     gc.collect()
     gc.disable()
     _file(".open").touch()
@@ -59,13 +60,15 @@ def _close(number: int, frame: FrameType | None) -> None:
     modules = {module.__file__: name for name, module in [*sys.modules.items()] if getattr(module, "__file__", None)}
     owners: defaultdict[str, int] = defaultdict(int)
     functions: defaultdict[str, int] = defaultdict(int)
-    for code, calls in _calls.items():
-        if not calls or code.co_filename == __file__:
-            continue
-        module = modules.get(code.co_filename, code.co_filename)
-        owners[module] += calls
-        functions[f"{module}:{code.co_qualname}"] += calls
-    counts = {"calls": sum(owners.values()), "blocks": blocks, **_counts}
+    totals = {"calls": 0, "C calls": 0}
+    for name, calls in (("calls", _calls), ("C calls", _c_calls)):
+        for code, times in calls.items():
+            if times and code.co_filename != __file__:
+                module = modules.get(code.co_filename, code.co_filename)
+                owners[module] += times
+                functions[f"{module}:{code.co_qualname}"] += times
+                totals[name] += times
+    counts = {**totals, "blocks": blocks, **_counts}
     _file(".new").write_text(json.dumps({"counts": counts, "owners": owners, "functions": functions}))
     _file(".open").unlink()
     _file(".new").replace(_file(".json"))
@@ -87,7 +90,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if (change := self._changes.pop(fullname, None)) is None:
             return None
         spec = importlib.util.find_spec(fullname)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def execute_and_change(module: ModuleType) -> None:
@@ -118,7 +122,12 @@ def _count_messages(module: Any) -> None:
 
 def _counting(opener: Callable[..., Any]) -> Callable[..., Any]:
     def opened(
-        channel: Any, method: str, request_serializer: Any = None, response_deserializer: Any = None, *more: Any, **named: Any
+        channel: Any,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        *more: Any,
+        **named: Any,
     ) -> Any:
         def serialize(message: Any) -> Any:
             data = request_serializer(message) if request_serializer else message

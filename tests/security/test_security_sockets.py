@@ -28,6 +28,7 @@ from services.common.base import budgets
 from services.common.base.budgets import TenantPool
 from services.common.net.http.bounded_reader import READ_BYTES
 from services.gateway.admission.keys import create, write
+from services.gateway.http.entrance import ENTRANCE_KEY
 from services.gateway.http.socket_pace import TURN_S, SocketPace
 from services.gateway.http.socket_protocol import BoundedSocketProtocol
 from services.gateway.http.socket_turns import SocketLimits, SocketTurns
@@ -185,7 +186,7 @@ class Messages:
 async def responding(scope: Any, receive: Any, send: Any) -> None:
     """Reads a message, and answers it never."""
     if scope["type"] == "websocket":
-        scope["app"] = responding
+        scope[ENTRANCE_KEY] = responding
         turns = SocketTurns(Session, SocketLimits(60, 60, 60, 60), TenantPool("sockets", 1, "", 1, ""))
         await turns(scope, receive, send)
         return

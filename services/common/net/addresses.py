@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 
 HIGHEST_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
@@ -17,6 +18,7 @@ def host_port(address: str) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
+@lru_cache(1024)
 def is_loopback(host: str) -> bool:
     """Whether a host (without brackets) is localhost or a loopback address."""
     try:

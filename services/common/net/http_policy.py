@@ -9,7 +9,7 @@ page of another site can send a body only as JSON, for which its browser asks fi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -183,14 +183,15 @@ class PolicyMiddleware:
         self._policy = policy
         self._respond = respond
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         app = self._app
         if scope["type"] in ("http", "websocket"):
             method, version = scope.get("method", "GET"), scope["http_version"]
             refusal = self._policy.refusal(scope["headers"], method, version)
             if refusal is not None:
                 app = self._respond(refusal)
-        await app(scope, receive, send)
+        passed: Awaitable[None] = app(scope, receive, send)
+        return passed
 
 
 def _is_navigation(values: dict[bytes, list[bytes]], method: str) -> bool:

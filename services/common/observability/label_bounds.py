@@ -51,7 +51,10 @@ class LabelBounds:
 
     def values(self, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Returns the bounded values in declared order; a missing one is empty."""
-        given = tuple([labels.get(name, "") for name in self._names])
+        if tuple(labels) == self._names:
+            given = tuple(labels.values())
+        else:
+            given = tuple([labels.get(name, "") for name in self._names])
         recorded = self._recorded.get(given)
         return recorded if recorded is not None else self._bounded(given)
 

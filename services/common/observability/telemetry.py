@@ -330,8 +330,8 @@ def headers(span: Span | None = None) -> dict[str, str]:
 def grpc_metadata() -> Sequence[tuple[str, str]] | None:
     """Returns the metadata of a unary call: the current trace and the request id, if any."""
     request = logs.request_id.get()
-    named = ((REQUEST_KEY, request),) if request.isascii() and request.isprintable() and request else ()
-    return (*headers().items(), *named) or None
+    named = ((REQUEST_KEY, request),) if request and request.isascii() and request.isprintable() else ()
+    return named or None if _tracer is None else (*headers().items(), *named) or None
 
 
 def trace_context(span: Span | None = None) -> common_pb2.TraceContext | None:

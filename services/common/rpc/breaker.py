@@ -49,7 +49,7 @@ class Breaker:
 
     def try_pass(self) -> None:
         """Registers a request; an open breaker admits no other until this one completes or is overdue."""
-        if not self.closed:
+        if self._failures >= FAILURES_TO_OPEN:
             self._open_until = self._clock() + self._pause_s
 
     def succeeded(self) -> None:

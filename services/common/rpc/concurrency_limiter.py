@@ -7,9 +7,7 @@ through them, so the last ones time out. Behind the limiter a call's timeout mea
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import deque
 from math import inf
 
 from services.common.base.errors import overloaded
@@ -20,42 +18,49 @@ MAX_LINE_S = 60.0
 
 
 class ConcurrencyLimiter:
-    """Limits concurrent calls to one service.
+    """Limits concurrent calls to one service; every call that `enter` admits ends with `leave`.
 
     Args:
         peer: the service's name in error messages, such as ``preprocess``.
         at_once: maximum number of concurrent calls.
-        longest_s: maximum wait for a permit, seconds.
+        longest_s: maximum wait of a call, seconds.
     """
 
     def __init__(self, peer: str, at_once: int = AT_ONCE, longest_s: float = MAX_LINE_S) -> None:
         self._peer = peer
-        self._permits = asyncio.Semaphore(at_once)
+        self._free = at_once
         self._longest_s = longest_s
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @asynccontextmanager
-    async def turn(self, most_s: float = inf) -> AsyncIterator[None]:
-        """Holds a permit for the duration of the context.
+    async def enter(self, most_s: float = inf) -> None:
+        """Waits until a call may be made.
 
         Args:
             most_s: maximum wait of this caller, seconds; the limiter's own maximum applies if it is shorter.
 
         Raises:
-            SluiceError: OVERLOADED when no permit becomes available in time.
+            SluiceError: OVERLOADED when its turn does not come in time.
         """
-        if self._permits.locked():
-            await self._wait(min(most_s, self._longest_s))
-        else:
-            await self._permits.acquire()
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
         try:
-            yield
+            await asyncio.wait([turn], timeout=min(most_s, self._longest_s))
+        except asyncio.CancelledError:
+            if turn.done():
+                self.leave()
+            raise
         finally:
-            self._permits.release()
-
-    async def _wait(self, most_s: float) -> None:
-        acquired = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                acquired = await self._permits.acquire()
-        if not acquired:  # raised outside the handler: chaining would retain the TimeoutError and its frames
+            if not turn.done():
+                self._waiting.remove(turn)
+        if not turn.done():
             raise overloaded(f"Too many requests are waiting for the {self._peer} service; retry shortly.")
+
+    def leave(self) -> None:
+        """Ends a call: the one that has waited longest enters."""
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._free += 1

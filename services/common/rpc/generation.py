@@ -10,7 +10,7 @@ from services.common.base.errors import invalid
 from services.common.base.packing import pack_u32, unpack_u32
 from services.common.net.intake.json_intake import foreign_json
 from services.common.types.generation import PositionLogprobs, PromptEmbeds, TokenLogprob
-from services.common.types.sampling import SCALARS, SamplingParams, StructuredOutput
+from services.common.types.sampling import SCALARS, UNSET, SamplingParams, StructuredOutput
 from sluice.v1 import common_pb2, worker_pb2
 
 
@@ -27,6 +27,8 @@ def write_sampling(sampling: SamplingParams) -> common_pb2.SamplingOptions:
 
 def read_sampling(message: common_pb2.SamplingOptions) -> SamplingParams:
     """Returns the sampling parameters of a message; raises SluiceError (INVALID_ARGUMENT) if a part is malformed."""
+    if not message.ByteSize():
+        return UNSET
     options = message.engine_options_json
     return SamplingParams(
         **{field.name: value for field, value in message.ListFields() if field.name in SCALARS},

@@ -141,7 +141,9 @@ class ReplicaSet(Generic[S]):
         Raises:
             SluiceError: UNAVAILABLE when none is ready, or when all have stopped responding (`circuit_open`).
         """
-        candidates = [replica for replica in self.serving if replica.address not in exclude]
+        candidates = [
+            replica for replica in self._replicas.values() if replica.serving and replica.address not in exclude
+        ]
         if not candidates:
             raise no_answer(f"No {self.peer} replica is ready; retry shortly.")
         passable = [replica for replica in candidates if replica.breaker.passable]
@@ -182,7 +184,7 @@ class ReplicaSet(Generic[S]):
         tried: list[str] = []
         while True:
             try:
-                if hedge and len(self.serving) > len(tried) + 1:
+                if hedge and len(self._replicas) > 1 and len(self.serving) > len(tried) + 1:
                     return await self._hedged(method, request, deadline, tried, hedge)
                 return await self._once(method, request, deadline, tried, waits)
             except SluiceError as cause:

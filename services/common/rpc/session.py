@@ -108,48 +108,55 @@ class BatchWriter(Generic[Out]):
     ) -> None:
         self._drain = drain
         self._write = write
-        self._ready = asyncio.Event()
+        self._ready = False
+        self._waiting: asyncio.Future[None] | None = None
         self._closing = False
         self._min_pause_s = min(MIN_PAUSE_S, max_pause_s)
         self._max_pause_s = max_pause_s
         self._pause_s = self._min_pause_s
         self._due_s = 0.0  # when the next message may be sent
-        self._paused: asyncio.Future[None] | None = None
-        self.wake = self._ready.set
+        self._paused = False
+
+    def wake(self) -> None:
+        """Has what `drain` returns sent, now or after the pause."""
+        self._ready = True
+        if not self._paused:
+            self._resume()
 
     async def run(self) -> None:
         """Runs until cancelled, until a write fails, or until everything is written after `close`."""
-        while not self._closing or self._ready.is_set():
-            await self._ready.wait()
-            await self._pause()
-            self._ready.clear()
+        while not self._closing or self._ready:
+            if not self._ready:
+                self._waiting = asyncio.get_running_loop().create_future()
+                await self._waiting
+            self._pause_s = self._min_pause_s
+            if (left_s := self._due_s - perf_counter()) > 0 and not self._closing:
+                await self._pause(left_s)
+            self._ready = False
             while (message := self._drain()) is not None:
                 await self._write(message)
                 self._due_s = perf_counter() + self._pause_s
-                if self._ready.is_set():
-                    await self._pause()
-                    self._ready.clear()
+                if self._ready:
+                    if not self._closing:
+                        await self._pause(self._pause_s)
+                    self._ready = False
 
-    async def _pause(self) -> None:
-        """Waits until the next message may be sent; returns at once after a silence, and once `close` is called."""
-        left_s = self._due_s - perf_counter()
-        if left_s <= 0 or self._closing:
-            self._pause_s = self._min_pause_s
-            return
+    async def _pause(self, left_s: float) -> None:
+        """Waits until the next message may be sent, or until `close` is called."""
         loop = asyncio.get_running_loop()
-        self._paused = loop.create_future()
+        self._waiting, self._paused = loop.create_future(), True
         timer = loop.call_later(left_s, self._resume)
         try:
-            await self._paused
+            await self._waiting
         finally:
             timer.cancel()
-            self._paused = None
+            self._paused = False
         lag_s = perf_counter() - self._due_s - TIMER_S
         self._pause_s = min(self._min_pause_s + max(lag_s, 0.0), self._max_pause_s)
 
     def _resume(self) -> None:
-        if self._paused is not None and not self._paused.done():
-            self._paused.set_result(None)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def close(self) -> None:
         """Ends `run` once all pending output is written."""

@@ -32,6 +32,8 @@ class SamplingParams:
 
     def or_else(self, defaults: SamplingParams) -> SamplingParams:
         """Returns these parameters with unset ones of DEFAULTED taken from `defaults`."""
+        if defaults is UNSET:
+            return self
         unset = {
             name: value
             for name in DEFAULTED

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, RootModel, create_model
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from services.common.base.errors import SluiceError, internal, invalid, not_found, shortened
 from services.common.observability.audit import AuditLog
@@ -39,6 +39,7 @@ from services.gateway.apis.routes import ApiRoutes, ModelListFormat
 from services.gateway.app.api_page import HEADERS, api_page
 from services.gateway.app.readiness import Readiness
 from services.gateway.core import context
+from services.gateway.http.entrance import Entrance
 from services.gateway.http.error_formats import ErrorFormats
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.fast_path import FastPathRouter, posts
@@ -47,7 +48,6 @@ from services.gateway.http.middleware.admission import AdmissionMiddleware
 from services.gateway.http.middleware.audit import AuditMiddleware
 from services.gateway.http.middleware.deadlines import DeadlineMiddleware
 from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
-from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.middleware.response_counter import ResponseCounter
 from services.gateway.http.middleware.routing_hints import RoutingHintHeaders
 from services.gateway.http.middleware.scopes import without_effect
@@ -89,39 +89,35 @@ def bare_app() -> FastAPI:
     )
 
 
-def add_middleware(
+def entrance(
     routes: ApiRoutes, settings: GatewaySettings, gate: Gate, metrics: GatewayMetrics, audit_log: AuditLog | None
-) -> None:
-    """Adds the middleware, listed from the outermost to the innermost; all routes must have been added.
+) -> Entrance:
+    """Returns the application inside of its middleware, which is added from the innermost to the outermost.
 
-    `RawSendMiddleware` is not in the list: the server adds it, outside of Starlette's own wrappers.
+    All routes must have been added. The middleware is outside of FastAPI's, which takes four coroutines a request.
     """
     app = routes.app
     handlers: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in (SluiceError, HTTPException)}
+    # Innermost: calls endpoints directly, in place of FastAPI's routing.
+    served: ASGIApp = FastPathRouter(app, posts(app.routes), handlers)
+    # Inside of admission, which counts the requests that it rejects itself.
+    served = ResponseCounter(served, metrics, frozenset(app.openapi()["paths"]))
+    # Before bodies are read: queued requests take no memory.
+    served = AdmissionMiddleware(served, gate, without_effect(settings.pipeline))
+    # Before admission: requests with invalid hints do not count against limits.
+    served = RoutingHintHeaders(served)
+    # Before admission: the deadline includes the time in the queue.
+    served = DeadlineMiddleware(served, settings.request_timeout_s)
+    # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
     policy = host_policy(settings.listen, settings.allowed_hosts, settings.allowed_origins)
-    app.user_middleware = [
-        # Outermost: records every response as the client receives it.
-        *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
-        Middleware(RequestIds),
-        # Outside of everything that rejects requests: convert all errors to an API's format.
-        *([Middleware(ErrorFormats, formats=routes.error_formats)] if routes.error_formats else []),
-        # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
-        Middleware(
-            HostMiddleware,
-            policy=policy,
-            on_refused=gate.count_refused,
-        ),
-        # Before admission: the deadline includes the time in the queue.
-        Middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s),
-        # Before admission: requests with invalid hints do not count against limits.
-        Middleware(RoutingHintHeaders),
-        # Before bodies are read: queued requests take no memory.
-        Middleware(AdmissionMiddleware, gate=gate, ignored=without_effect(settings.pipeline)),
-        # Inside of admission, which counts the requests that it rejects itself.
-        Middleware(ResponseCounter, metrics=metrics, paths=frozenset(app.openapi()["paths"])),
-        # Innermost: calls endpoints directly, in place of FastAPI's routing.
-        Middleware(FastPathRouter, endpoints=posts(app.routes), errors=handlers),
-    ]
+    served = HostMiddleware(served, policy, gate.count_refused)
+    # Outside of everything that rejects requests: convert all errors to an API's format.
+    if routes.error_formats:
+        served = ErrorFormats(served, routes.error_formats)
+    # Records every response, refusals included.
+    if audit_log is not None:
+        served = AuditMiddleware(served, audit_log)
+    return Entrance(served)
 
 
 def _add_openai(

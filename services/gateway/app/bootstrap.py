@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from services.common.base.errors import MAX_MESSAGE_LENGTH, sentence
@@ -28,7 +27,7 @@ from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.tokens import TokenOperations
 from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes
-from services.gateway.app.application import add_middleware, add_no_observer, bare_app, create_app
+from services.gateway.app.application import add_no_observer, bare_app, create_app, entrance
 from services.gateway.app.readiness import Readiness
 from services.gateway.backends.placement.routers import ServiceRouter
 from services.gateway.backends.rpc.link import MAX_CONNECT_S
@@ -108,7 +107,7 @@ class Gateway:
 class App:
     """The HTTP application, and what its APIs are built from."""
 
-    http: FastAPI
+    http: ASGIApp
     parts: ApiParts
 
 
@@ -295,8 +294,7 @@ def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, aud
         add_no_observer(routes.app, settings.ui)
     else:
         gateway.observer.add_routes(routes.app)
-    add_middleware(routes, settings, gateway.gate, components.metrics, audit_log)
-    return App(routes.app, parts)
+    return App(entrance(routes, settings, gateway.gate, components.metrics, audit_log), parts)
 
 
 async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) -> None:

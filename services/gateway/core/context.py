@@ -6,8 +6,8 @@ context of its request, because the messages of workers arrive in other tasks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.common.observability.audit import AuditEntry
@@ -23,8 +23,7 @@ class PromptTimes(NamedTuple):
     ended_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
+class RequestContext(NamedTuple):
     """What applies to all work on one request.
 
     Attributes:
@@ -49,11 +48,8 @@ NO_CONTEXT = RequestContext()
 _current: ContextVar[RequestContext] = ContextVar("request", default=NO_CONTEXT)
 
 
-def current() -> RequestContext:
-    """Returns the context of the current request; one without any constraints outside of requests."""
-    return _current.get()
+current: Callable[[], RequestContext] = _current.get
+"""Returns the context of the current request; one without any constraints outside of requests."""
 
-
-def enter(context: RequestContext) -> None:
-    """Sets the context of the current request, for this task and those that it starts."""
-    _current.set(context)
+enter: Callable[[RequestContext], object] = _current.set
+"""Sets the context of the current request, for this task and those that it starts."""

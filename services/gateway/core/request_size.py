@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.base.budgets import Budget
+from services.common.types.sampling import UNSET
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -105,18 +106,20 @@ SHORT: dict[str, str] = {
     "template_fields": "not sent; texts of the body, which holds their memory",
 }
 """The other fields of GenerationRequest that are not numbers, each with the reason why it needs no size."""
-_PATHS = {path: tuple(path.split(".")) for path in SIZES}
+_OWN = [(path, *SIZES[path]) for path in SIZES if "." not in path]
+_PARTS = {
+    part: [(path.partition(".")[2], *SIZES[path]) for path in SIZES if path.startswith(f"{part}.")]
+    for part in dict.fromkeys(path.partition(".")[0] for path in SIZES if "." in path)
+}
 
 
 def sizes_of(request: GenerationRequest) -> dict[str, int]:
     """Returns the bytes that a choice of a request takes, by the field's name in `SIZES`; without unset ones."""
-    sizes = {}
-    for path, (field, size) in SIZES.items():
-        value: Any = request
-        for name in _PATHS[path]:
-            value = getattr(value, name, None)
-        if value:
-            sizes[field] = size(value)
+    sizes = {field: size(value) for name, field, size in _OWN if (value := getattr(request, name))}
+    for part, rows in _PARTS.items():
+        owner = getattr(request, part)
+        if owner is not None and owner is not UNSET:
+            sizes.update({field: size(value) for name, field, size in rows if (value := getattr(owner, name))})
     return sizes
 
 

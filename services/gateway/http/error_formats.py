@@ -5,7 +5,7 @@ Errors arise in many layers, in OpenAI's format; this outermost layer rewrites a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,19 +38,19 @@ class ErrorFormat:
 
 
 class ErrorFormats:
-    """ASGI middleware; the request's id is that of the middleware `RequestIds`."""
+    """ASGI middleware; the request's id is that of the `Entrance`."""
 
     def __init__(self, app: ASGIApp, formats: Sequence[ErrorFormat]) -> None:
         self._app = app
         self._formats = formats
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             for error_format in self._formats:
                 if error_format.asked_by(scope):
                     send = _ErrorRewriter(send, error_format, scope["state"]["request_id"])
                     break
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
 
 class _ErrorRewriter:

@@ -11,28 +11,12 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 from services.common.net.http.connection import ABORT_KEY
 
 SEND_KEY = "sluice.send"
-
-
-class RawSendMiddleware:
-    """Puts the server's `send` into the scope, where streams find it without the wrappers of other middleware.
-
-    Those wrappers only affect the start of a response; the later messages of a stream need not pass through them.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SEND_KEY] = send
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            scope.pop(SEND_KEY, None)  # Break the reference cycle: the server's request references its scope.
+"""Where streams find the server's `send` in their scope."""
 
 
 def raw_send(scope: Scope, send: Send) -> Send:

@@ -10,7 +10,6 @@ from starlette.types import ASGIApp
 from services.common.net.http.bounds import Bounds
 from services.common.net.http.server import BoundedServer, bind
 from services.gateway.http.connection import GatewayConnection
-from services.gateway.http.inline_sender import RawSendMiddleware
 from services.gateway.http.socket_pace import SocketPace
 from services.gateway.http.socket_protocol import BoundedSocketProtocol
 
@@ -43,7 +42,7 @@ class HttpServer(BoundedServer):
         pings: tuple[float, float] = (15.0, 60.0),
     ) -> None:
         super().__init__(
-            RawSendMiddleware(app),
+            app,
             bind(listen, reuse_port),
             keep_alive_s=keep_alive_s,
             drain_s=drain_s,

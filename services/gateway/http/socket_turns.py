@@ -19,6 +19,7 @@ from services.common.base.errors import SluiceError
 from services.common.net.http.connection import ABORT_KEY
 from services.gateway.core import context
 from services.gateway.http.connection import CONNECTION_KEY
+from services.gateway.http.entrance import ENTRANCE_KEY
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import abort
 from services.gateway.http.socket_answers import SocketAnswer, error_event, refusal
@@ -206,7 +207,7 @@ class _TurnsOfConnection:
         }
         answer = SocketAnswer(self._send_text)
         try:
-            await self._scope["app"](scope, self._receive_body, answer.send)
+            await self._scope[ENTRANCE_KEY](scope, self._receive_body, answer.send)
         except OSError:  # the client disconnected while its answer was being sent
             self._gone = True
         except Exception:

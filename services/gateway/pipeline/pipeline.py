@@ -38,6 +38,7 @@ from services.gateway.core.request import (
     no_effect,
 )
 from services.gateway.core.request_size import check_prompt_logprobs, held_by
+from services.gateway.core.routing_hints import NO_HINTS
 from services.gateway.pipeline import plugins, tenant_cache
 from services.gateway.pipeline.builder import build_stages
 from services.gateway.pipeline.config import PipelineConfig
@@ -288,20 +289,24 @@ class Pipeline:
         request, workers = tenant_cache.with_tenant_salt(request, able_workers, request_context.permit)
         entry = workers[0]
         await self.lifecycle.ready(entry.model)
-        request = replace(
-            request,
-            hints=hints,
-            engine_text=self._engine_text,
-            text_only=self._engine_text and are_text_only(workers),
-            session_id=request_context.session_id,
-        )
+        if self._engine_text or request_context.session_id or hints is not NO_HINTS:
+            request = replace(
+                request,
+                hints=hints,
+                engine_text=self._engine_text,
+                text_only=self._engine_text and are_text_only(workers),
+                session_id=request_context.session_id,
+            )
         # Token ids of an earlier query do not say which files their placeholders stand for: tokenize such chats again.
         if hints.token_ids is not None and not (isinstance(request.prompt, ChatPrompt) and request.prompt.media):
             request = replace(request, prompt=TokenPrompt(hints.token_ids))
         with telemetry.stage("gateway.tokenize"):
             prompt = await self.stages.tokenizing.tokenize(request, entry)
         check_engine_capabilities(workers, prompt, self._engine_text)
-        return replace(request, sampling=request.sampling.or_else(prompt.defaults)), entry, prompt
+        sampling = request.sampling.or_else(prompt.defaults)
+        if sampling is not request.sampling:
+            request = replace(request, sampling=sampling)
+        return request, entry, prompt
 
     def _placement_request(
         self, request: GenerationRequest, index: int, prompt: TokenizedPrompt, entry: WorkerEntry, max_tokens: int

@@ -7,7 +7,6 @@ never share a session, while all keys of one tenant do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from hashlib import blake2b
 
 from services.common.base.errors import invalid
@@ -35,7 +34,7 @@ def enter_session(sources: Sequence[str], headers: Mapping[str, str], fields: Ma
     outer = context.current()
     names = ((source, headers.get(HEADER) if source == HEADER else fields.get(source)) for source in sources)
     session_id = next((_session_id(outer.permit.owner, source, name) for source, name in names if name), "")
-    context.enter(replace(outer, session_id=session_id))
+    context.enter(outer._replace(session_id=session_id))
 
 
 def _session_id(owner: str, source: str, name: str) -> str:

@@ -108,6 +108,7 @@ class BoundedServer:
         self.address = join(host, port)
         config = uvicorn.Config(
             app,
+            interface="asgi3",  # an application need not be a coroutine function
             loop="none",
             http=type("Bounded", (connection,), {"bounds": bounds or Bounds()}),
             lifespan="off",

@@ -75,7 +75,7 @@ class BatchExecutor:
             return _answer_of(error)
         try:
             deadline = Deadline.after(self._request_s)
-            context.enter(replace(context.NO_CONTEXT, permit=permit, deadline=deadline))
+            context.enter(context.NO_CONTEXT._replace(permit=permit, deadline=deadline))
             return await self._call(path, line)
         except SluiceError as error:
             return _answer_of(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -32,7 +31,7 @@ class ObservedPreprocess(PreprocessClient):
             raise
         finally:
             self._request_history.totals.tokenized += 1
-            context.enter(replace(context.current(), prompt_times=PromptTimes(started_at, perf_counter())))
+            context.enter(context.current()._replace(prompt_times=PromptTimes(started_at, perf_counter())))
 
 
 class ObservedRouter(RouterClient):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 from services.common.base import logs
@@ -190,7 +189,7 @@ def _enter_hints(fields: GenerationFields, pipeline: Pipeline) -> None:
     """Adds the routing hints of the request's body to its context; those of its headers win."""
     outer = context.current()
     if fields.nvext is not None:
-        context.enter(replace(outer, hints=outer.hints.over(fields.nvext.hints())))
+        context.enter(outer._replace(hints=outer.hints.over(fields.nvext.hints())))
     if fields.data_parallel_rank is None:
         return
     if pipeline.config.routing != "direct":
@@ -200,7 +199,7 @@ def _enter_hints(fields: GenerationFields, pipeline: Pipeline) -> None:
             code="unsupported_parameter",
         )
     outer = context.current()
-    context.enter(replace(outer, hints=outer.hints.with_rank(fields.data_parallel_rank)))
+    context.enter(outer._replace(hints=outer.hints.with_rank(fields.data_parallel_rank)))
 
 
 def detail_options(fields: GenerationFields) -> DetailOptions:

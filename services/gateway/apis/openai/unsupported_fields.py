@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -71,27 +72,38 @@ def neutral_values(field: FieldInfo) -> tuple[bool, list[Any] | None]:
     return False, None
 
 
+@cache
+def _fields_of(model: type[BaseModel]) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Returns the neutral values of the fields that are rejected, and of those without effect."""
+    rejected: dict[str, list[Any]] = {}
+    without_effect: dict[str, list[Any]] = {}
+    for name, field in model.model_fields.items():
+        refused, neutral = neutral_values(field)
+        if neutral is not None:
+            (rejected if refused else without_effect)[name] = neutral
+    return rejected, without_effect
+
+
 def fields_without_effect(fields: BaseModel, prefix: str = "") -> list[str]:
     """Returns the paths of the fields that the client has set and that have no effect."""
+    _, without_effect = _fields_of(type(fields))
     found = []
     for name in sorted(fields.model_fields_set):
-        field, value = type(fields).model_fields.get(name), getattr(fields, name, None)
+        value = getattr(fields, name, None)
         if isinstance(value, BaseModel):
             found += fields_without_effect(value, f"{prefix}{name}.")
-        elif field is not None:
-            refused, neutral = neutral_values(field)
-            if neutral is not None and not refused and not _is_neutral(value, neutral):
-                found.append(prefix + name)
+        elif name in without_effect and not _is_neutral(value, without_effect[name]):
+            found.append(prefix + name)
     return found
 
 
 def reject_unsupported(fields: BaseModel) -> None:
     """Raises a validation error for the first unsupported field that is not neutral."""
-    for name in sorted(fields.model_fields_set):
-        field = type(fields).model_fields[name]
-        refused, neutral = neutral_values(field)
-        if refused and neutral is not None and not _is_neutral(getattr(fields, name), neutral):
-            reason = str(field.description).removeprefix("Not supported: ").removesuffix(".")
+    rejected, _ = _fields_of(type(fields))
+    for name in sorted(rejected.keys() & fields.model_fields_set):
+        if not _is_neutral(getattr(fields, name), rejected[name]):
+            description = str(type(fields).model_fields[name].description)
+            reason = description.removeprefix("Not supported: ").removesuffix(".")
             raise PydanticCustomError(
                 UNSUPPORTED, "{field} is not supported: {reason}", {"field": name, "reason": reason}
             )

@@ -107,9 +107,12 @@ class PreprocessClient:
         """
         deadline = context.current().deadline
         limiter = self._template_limiter() if template else self._media_limiter if media else self._limiter
-        async with limiter.turn(deadline.left_s):
+        await limiter.enter(deadline.left_s)
+        try:
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
             return await self.replicas.call(method, request, share_s, hedge=hedge, waits=media or template)
+        finally:
+            limiter.leave()
 
     def _template_limiter(self) -> ConcurrencyLimiter:
         tenant = context.current().permit.owner

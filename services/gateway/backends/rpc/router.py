@@ -135,8 +135,11 @@ class RouterClient:
             bypass_uncached_tokens=bypass_uncached_tokens,
         )
         effective_timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        async with self._limiter.turn(context.current().deadline.left_s):  # a hedge is idempotent by request id
-            response = await self.replicas.call(lambda stub: stub.RouteQuery, query, effective_timeout_s, hedge="route")
+        await self._limiter.enter(context.current().deadline.left_s)
+        try:  # a hedge is idempotent by request id
+            response = await self.replicas.call(_route_query, query, effective_timeout_s, hedge="route")
+        finally:
+            self._limiter.leave()
         return Route(
             worker_id=response.decode.worker_id,
             rank=response.decode.data_parallel_rank,
@@ -244,6 +247,10 @@ class RouterClient:
                 self._pending_event.set()
                 return False
         return True
+
+
+def _route_query(stub: router_pb2_grpc.RouterAsyncStub) -> Any:
+    return stub.RouteQuery
 
 
 def _score(score: router_pb2.CandidateScore) -> Score:

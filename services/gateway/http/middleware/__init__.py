@@ -1,1 +1,1 @@
-"""ASGI middleware of the gateway; `services.gateway.app.application.add_middleware` lists it in order."""
+"""ASGI middleware of the gateway; `services.gateway.app.application.entrance` puts it in order."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
-from dataclasses import replace
 from math import inf
 from typing import Protocol
 
@@ -99,7 +98,7 @@ class AdmissionMiddleware:
 
 
 def _enter(permit: Permit) -> None:
-    context.enter(replace(context.current(), permit=permit))
+    context.enter(context.current()._replace(permit=permit))
 
 
 def credential_of(scope: Scope) -> str | None:

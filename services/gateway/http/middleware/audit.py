@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.base import logs
@@ -31,7 +29,7 @@ class AuditMiddleware:
             return
         entry = AuditEntry(scope["path"], self._entries.with_content)
         outer = context.current()
-        context.enter(replace(outer, audit=entry))
+        context.enter(outer._replace(audit=entry))
         request_id_token = logs.request_id.set("")
         if entry.with_content:
             receive = _recording_body(receive, entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Awaitable
 from math import inf
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,15 +27,14 @@ class DeadlineMiddleware:
         self._app = app
         self._longest_s = longest_s or inf
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             try:
                 deadline = Deadline.after(min(self._timeout_s(scope), self._longest_s))
             except SluiceError as error:
-                await error_response(error)(scope, receive, send)
-                return
-            context.enter(replace(context.current(), deadline=deadline))
-        await self._app(scope, receive, send)
+                return error_response(error)(scope, receive, send)
+            context.enter(context.current()._replace(deadline=deadline))
+        return self._app(scope, receive, send)
 
     def _timeout_s(self, scope: Scope) -> float:
         """Returns the shorter timeout of both headers."""

@@ -29,10 +29,9 @@ class ResponseCounter:
         self._metrics = metrics
         self._paths = paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         path = self._label(scope["path"])
         counted = False
 
@@ -43,7 +42,7 @@ class ResponseCounter:
                 self._metrics.answered(path, message["status"])
             return send(message)
 
-        await self._app(scope, receive, counting_send)
+        return self._app(scope, receive, counting_send)
 
     def _label(self, path: str) -> str:
         if path not in self._paths:

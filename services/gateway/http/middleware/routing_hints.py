@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -59,7 +58,7 @@ class RoutingHintHeaders:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             present = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
             routing_hints = NO_HINTS
@@ -69,10 +68,9 @@ class RoutingHintHeaders:
                         {name: value.decode("latin-1").strip() for name, value in present.items()}
                     )
                 except SluiceError as error:
-                    await error_response(error)(scope, receive, send)
-                    return
-            context.enter(replace(context.current(), hints=routing_hints))
-        await self._app(scope, receive, send)
+                    return error_response(error)(scope, receive, send)
+            context.enter(context.current()._replace(hints=routing_hints))
+        return self._app(scope, receive, send)
 
 
 def _split(text: str) -> tuple[str, ...]:

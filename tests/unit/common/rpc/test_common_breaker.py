@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
 from random import Random
 
 from services.common.base.errors import ErrorKind
@@ -109,12 +112,21 @@ def test_equals_are_chosen_alike_and_the_idlest_always() -> None:
     assert {idlest(load, load.__getitem__) for _ in range(50)} == {"b"}
 
 
+@asynccontextmanager
+async def turn(limiter: ConcurrencyLimiter, most_s: float = inf) -> AsyncIterator[None]:
+    await limiter.enter(most_s)
+    try:
+        yield
+    finally:
+        limiter.leave()
+
+
 async def test_few_at_a_time_and_in_order() -> None:
     turnstile, through, most, order = ConcurrencyLimiter("x", at_once=3), 0, 0, list[int]()
 
     async def call(number: int) -> None:
         nonlocal through, most
-        async with turnstile.turn():
+        async with turn(turnstile):
             through += 1
             most = max(most, through)
             order.append(number)
@@ -128,13 +140,13 @@ async def test_few_at_a_time_and_in_order() -> None:
 
 async def test_a_turn_that_does_not_come_is_a_typed_refusal() -> None:
     turnstile = ConcurrencyLimiter("x", at_once=1, longest_s=0.01)
-    async with turnstile.turn():
+    async with turn(turnstile):
         for most_s in (5.0, 0.001):
             with raises_error(kind=ErrorKind.OVERLOADED) as refused:
-                async with turnstile.turn(most_s):
+                async with turn(turnstile, most_s):
                     raise AssertionError("there is no turn")
             assert refused.value.retry_after_ms > 0
-    async with turnstile.turn():
+    async with turn(turnstile):
         pass
 
 
@@ -142,10 +154,10 @@ async def test_cancelled_or_failed_turn_is_released() -> None:
     turnstile = ConcurrencyLimiter("x", at_once=1)
 
     async def wait() -> None:
-        async with turnstile.turn():
+        async with turn(turnstile):
             raise ValueError
 
-    async with turnstile.turn():
+    async with turn(turnstile):
         waiting = [asyncio.create_task(wait()) for _ in range(5)]
         await asyncio.sleep(0)
         for task in waiting[::2]:
@@ -153,5 +165,5 @@ async def test_cancelled_or_failed_turn_is_released() -> None:
         await asyncio.sleep(0)
     heard = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(one) for one in heard].count(ValueError) == 2
-    async with asyncio.timeout(30), turnstile.turn():
+    async with asyncio.timeout(30), turn(turnstile):
         pass

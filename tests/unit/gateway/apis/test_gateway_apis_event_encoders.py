@@ -20,8 +20,8 @@ from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
+from services.gateway.http.entrance import Entrance
 from services.gateway.http.error_formats import ErrorFormats
-from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.sse import EventStream
 from services.gateway.operations.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from tests.support.data.bodies import BUDGETS
@@ -262,9 +262,7 @@ async def answer_of(path: str, status: int, body: bytes, headers: list[tuple[byt
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await RequestIds(ErrorFormats(app, [ERROR_FORMAT]))(
-        {"type": "http", "path": path, "headers": headers}, receive, send
-    )
+    await Entrance(ErrorFormats(app, [ERROR_FORMAT]))({"type": "http", "path": path, "headers": headers}, receive, send)
     return sent[0], b"".join(message.get("body", b"") for message in sent[1:]), seen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.middleware.request_ids import RequestIds
+from services.gateway.http.entrance import Entrance
 
 
 async def answered(*given: bytes) -> tuple[str, list[bytes]]:
@@ -25,7 +25,7 @@ async def answered(*given: bytes) -> tuple[str, list[bytes]]:
         sent.append(message)
 
     scope: dict[str, Any] = {"type": "http", "headers": [(b"x-request-id", value) for value in given]}
-    await RequestIds(app)(scope, receive, send)
+    await Entrance(app)(scope, receive, send)
     assert sent[1] == {"type": "http.response.body", "body": b"x"}
     return scope["state"]["request_id"], [value for name, value in sent[0]["headers"] if name == b"x-request-id"]
 

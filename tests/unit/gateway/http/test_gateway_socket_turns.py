@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.common.base.budgets import TenantPool
 from services.common.net.http.connection import ABORT_KEY
+from services.gateway.http.entrance import ENTRANCE_KEY
 from services.gateway.http.socket_turns import SocketLimits, SocketTurns
 from tests.support.waiting import until
 
@@ -64,7 +65,7 @@ class Client:
                 (b"sec-websocket-key", b"x"),
                 (b"x-request-id", b"mine"),
             ],
-            "app": self._app,
+            ENTRANCE_KEY: self._app,
             ABORT_KEY: self._abort,
         }
         turns = SocketTurns(lambda: self.session, limits, open_sockets or pool(10, 10))
