@@ -96,7 +96,7 @@ async def test_a_worker_cut_at_every_token_is_never_noticed(folder: Path) -> Non
             await stage.ask(request)  # from now on the other worker has the prompt in its cache, too
             for after in range(told.usage[1] + 1):
                 stage.knives[0].set(after)
-                heard = await stage.ask(request)
+                heard = await stage.ask(replace(request))  # another request: deaths are counted by request
                 stage.knives[0].set(None)
                 assert heard.comparable == told, f"{name}, cut after {after} tokens"
                 cases += 1
