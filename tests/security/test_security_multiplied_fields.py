@@ -396,8 +396,9 @@ def test_log_probabilities_of_a_collected_response_are_bounded(with_prompt: bool
 
 def test_memory_of_a_request_is_held_while_one_of_its_streams_runs() -> None:
     table = StreamTable()
-    with table.stream_manager.memory.hold("a", 600) as share:
-        streams = [table.connect(index=index, memory=share)[0] for index in range(2)]
+    share = table.stream_manager.memory.take("a", 600)
+    streams = [table.connect(index=index, memory=share)[0] for index in range(2)]
+    share.release()
     assert table.stream_manager.memory.used == 600
     table.stream_manager.cancel(streams[0])
     table.stream_manager.cancel(streams[0])
@@ -408,18 +409,18 @@ def test_memory_of_a_request_is_held_while_one_of_its_streams_runs() -> None:
 
 def test_memory_of_running_requests_is_held_until_their_last_stream_ends() -> None:
     memory = RunningMemory(1_000)
-    with memory.hold("a", 600) as share:
-        share.add_holder()
-        share.add_holder()
+    share = memory.take("a", 600)
+    share.add_holder()
     share.release()
     assert memory.used == 600
-    with pytest.raises(SluiceError, match="of this tenant exceed") as caught, memory.hold("a", 200):
-        pass
+    with pytest.raises(SluiceError, match="of this tenant exceed") as caught:
+        memory.take("a", 200)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "rate_limit_exceeded")
-    with memory.hold("b", 400):
-        assert memory.used == 1_000
-        with pytest.raises(SluiceError, match="of all tenants exceed") as caught, memory.hold("c", 100):
-            pass
-        assert caught.value.code == "budget_exceeded"
+    other = memory.take("b", 400)
+    assert memory.used == 1_000
+    with pytest.raises(SluiceError, match="of all tenants exceed") as caught:
+        memory.take("c", 100)
+    assert caught.value.code == "budget_exceeded"
+    other.release()
     share.release()
     assert memory.used == 0

@@ -355,6 +355,13 @@ def carrier_of_metadata(metadata: Any) -> dict[str, str]:
     return {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")}
 
 
+def carrier_of_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the carrier of an HTTP request's headers, for `stage`; cheap while tracing is off."""
+    if _tracer is None:
+        return {}
+    return {name: value for name in ("traceparent", "tracestate") if (value := headers.get(name)) is not None}
+
+
 def name_request(metadata: Any) -> None:
     """Sets the request id of this call's log lines from the metadata, if present."""
     for key, value in metadata or ():

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -83,11 +83,12 @@ class MultiplexedCall(Generic[Q, A]):
         loop = asyncio.get_running_loop()
         number = next(self._numbers) & 0xFFFFFFFF
         self._calls.append(self._make_call(number=number, request=request, metadata=dict(metadata or ())))
-        answer = self._pending[number] = loop.create_future()
+        answer: asyncio.Future[A] = loop.create_future()
+        self._pending[number] = answer
         session.wake()
         timer = loop.call_later(timeout, _fail, answer, grpc.StatusCode.DEADLINE_EXCEEDED)
         try:
-            return cast(A, await answer)
+            return await answer
         finally:
             timer.cancel()
             if self._pending.pop(number, None) is not None:  # no response arrived

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -101,13 +101,19 @@ class BatchWriter(Generic[Out]):
     Args:
         max_pause_s: longest pause between two messages; it grows from `MIN_PAUSE_S` with the lag of the event loop,
             because a loop that lags has more to send with each message. 0: none.
+        ended: errors of a write after which the reader of the same stream receives the reason; they end `run`.
     """
 
     def __init__(
-        self, drain: Callable[[], Out | None], write: Callable[[Out], Awaitable[Any]], max_pause_s: float = 0.0
+        self,
+        drain: Callable[[], Out | None],
+        write: Callable[[Out], Awaitable[Any]],
+        max_pause_s: float = 0.0,
+        ended: tuple[type[Exception], ...] = (),
     ) -> None:
         self._drain = drain
         self._write = write
+        self._ended = ended
         self._ready = False
         self._waiting: asyncio.Future[None] | None = None
         self._closing = False
@@ -125,21 +131,24 @@ class BatchWriter(Generic[Out]):
 
     async def run(self) -> None:
         """Runs until cancelled, until a write fails, or until everything is written after `close`."""
-        while not self._closing or self._ready:
-            if not self._ready:
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
-            self._pause_s = self._min_pause_s
-            if (left_s := self._due_s - perf_counter()) > 0 and not self._closing:
-                await self._pause(left_s)
-            self._ready = False
-            while (message := self._drain()) is not None:
-                await self._write(message)
-                self._due_s = perf_counter() + self._pause_s
-                if self._ready:
-                    if not self._closing:
-                        await self._pause(self._pause_s)
-                    self._ready = False
+        try:
+            while not self._closing or self._ready:
+                if not self._ready:
+                    self._waiting = asyncio.get_running_loop().create_future()
+                    await self._waiting
+                self._pause_s = self._min_pause_s
+                if (left_s := self._due_s - perf_counter()) > 0 and not self._closing:
+                    await self._pause(left_s)
+                self._ready = False
+                while (message := self._drain()) is not None:
+                    await self._write(message)
+                    self._due_s = perf_counter() + self._pause_s
+                    if self._ready:
+                        if not self._closing:
+                            await self._pause(self._pause_s)
+                        self._ready = False
+        except self._ended:
+            self.give_up()
 
     async def _pause(self, left_s: float) -> None:
         """Waits until the next message may be sent, or until `close` is called."""
@@ -264,15 +273,12 @@ class ClientSession(Generic[Out, In]):
         self._on_message = on_message
         self._idle = idle
         self._call: grpc.aio.StreamStreamCall[Out, In] | None = None
-        self._writer = BatchWriter(drain, self._write, max_pause_s)
+        self._writer = BatchWriter(drain, self._write, max_pause_s, (grpc.aio.AioRpcError, asyncio.InvalidStateError))
         self.wake = self._writer.wake
 
-    async def _write(self, message: Out) -> None:
+    def _write(self, message: Out) -> Awaitable[None]:
         assert self._call is not None
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            self._writer.give_up()  # the call has ended; the reader receives the reason
+        return self._call.write(message)
 
     def close(self) -> None:
         """Ends the session from this side; `run` then returns."""
@@ -287,8 +293,9 @@ class ClientSession(Generic[Out, In]):
         try:
             pace = FramePace()
             while (message := await call.read()) is not grpc.aio.EOF:
-                had_effect = self._on_message(cast(In, message if self._parse is None else await self._parse(message)))
-                del message  # a large one is not held until the next one has arrived
+                received: Any = message if self._parse is None else await self._parse(message)
+                had_effect = self._on_message(received)
+                del message, received  # a large one is not held until the next one has arrived
                 if pause_s := pace.pause_s() or (self._idle.pause_s() if had_effect is False else 0.0):
                     await asyncio.sleep(pause_s)
             code = await call.code()

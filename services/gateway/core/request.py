@@ -135,16 +135,16 @@ class TokenizedPrompt:
     media: tuple[PromptMedia, ...] = ()
     thinking: bool = False  # the prompt ends inside a thought of the message that the model continues
     counted: int = 0  # tokens of a raw prompt as the engine counted them, where it returns no ids
+    length: int = field(init=False)  # tokens; 0 until the worker has tokenized, or counted, a raw prompt
+
+    def __post_init__(self) -> None:
+        length = self.counted or len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
+        object.__setattr__(self, "length", length)  # the class is frozen
 
     @property
     def has_token_ids(self) -> bool:
         """Whether the prompt consists of token ids that the gateway has."""
         return self.raw is None and self.embeds is None
-
-    @property
-    def length(self) -> int:
-        """Number of prompt tokens; 0 until the worker has tokenized, or counted, a raw prompt."""
-        return self.counted or len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
     def context_limit(self, worker_limit: int) -> int:
         """Returns the smaller of the context lengths known to the worker and to preprocess; 0 if both are unknown."""

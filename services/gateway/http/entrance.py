@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Awaitable
+from os import urandom
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,7 +35,7 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         scope[SEND_KEY] = send
-        request_id = _given(scope) or f"req_{secrets.token_hex(12)}".encode()
+        request_id = _given(scope) or f"req_{urandom(12).hex()}".encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         started = False
 

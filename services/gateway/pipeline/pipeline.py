@@ -205,13 +205,19 @@ class Pipeline:
                 code="query_only",
             )
         permit = context.current().permit
-        with self.stream_manager.expecting(request.choices):
+        choices, memory = request.choices, None
+        self.stream_manager.expect(choices)
+        try:
             request, entry, prompt = await self._prepare(request)
             max_tokens = _max_tokens(request, prompt, entry)
             check_prompt_logprobs(request, prompt.estimated_length)
-            await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
-            with self.stream_manager.memory.hold(permit.owner, held_by(request, prompt)) as memory:
-                return await self._place_choices(request, entry, prompt, max_tokens, sinks, memory)
+            await permit.charge(prompt.estimated_length + choices * (request.stop.max_tokens or 0))
+            memory = self.stream_manager.memory.take(permit.owner, held_by(request, prompt))
+            return await self._place_choices(request, entry, prompt, max_tokens, sinks, memory)
+        finally:
+            if memory is not None:
+                memory.release()
+            self.stream_manager.settle(choices)
 
     async def _place_choices(
         self,

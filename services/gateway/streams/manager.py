@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from math import inf
 
@@ -58,15 +57,14 @@ class StreamManager(RunningStreams):
         self.events = LinkEvents(self)
         self._slots = count(1)
 
-    @contextmanager
-    def expecting(self, choices: int) -> Iterator[None]:
-        """Admits `choices` streams as `admit` does, and counts them while the block runs, before they are connected."""
+    def expect(self, choices: int) -> None:
+        """Admits `choices` streams as `admit` does, and counts them until `settle`, before they are connected."""
         self.admit(choices)
         self._expected += choices
-        try:
-            yield
-        finally:
-            self._expected -= choices
+
+    def settle(self, choices: int) -> None:
+        """Ends what `expect` began: the streams have been connected, or will not be."""
+        self._expected -= choices
 
     def connect(
         self,

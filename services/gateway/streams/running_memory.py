@@ -6,9 +6,6 @@ it on another worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from services.common.base.budgets import TenantPool
 
 DEFAULT_BYTES = 1 << 30
@@ -31,23 +28,18 @@ class RunningMemory:
         """Bytes in use."""
         return self._pool.used
 
-    @contextmanager
-    def hold(self, tenant: str, size: int) -> Iterator[RunningShare]:
-        """Takes the memory of a request until the block and the streams of its choices have ended.
+    def take(self, tenant: str, size: int) -> RunningShare:
+        """Takes the memory of a request until its caller and the streams of its choices have released it.
 
         Raises:
             SluiceError: OVERLOADED, HTTP 429 if the tenant's requests hold too much, else 503.
         """
         self._pool.take(tenant, size, "The bytes of the prompts and options of running requests")
-        share = RunningShare(self._pool, tenant, size)
-        try:
-            yield share
-        finally:
-            share.release()
+        return RunningShare(self._pool, tenant, size)
 
 
 class RunningShare:
-    """Memory held by one request; given back by the last of its holders."""
+    """Memory held by one request; given back by the last of its holders, the first of which has taken it."""
 
     __slots__ = ("_holders", "_pool", "_size", "_tenant")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import urandom
 from typing import Any
 
 from services.common.apis.field_reader import FieldReader
@@ -122,7 +122,7 @@ def seal(reasoning: str) -> str:
 
 def new_id(prefix: str) -> str:
     """Returns a new id in the format of OpenAI's API."""
-    return f"{prefix}_{secrets.token_hex(24)}"
+    return f"{prefix}_{urandom(24).hex()}"
 
 
 def item_id(response_id: str, index: int) -> str:

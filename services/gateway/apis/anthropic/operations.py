@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, replace
+from os import urandom
 from typing import Any
 
 from services.common.base import logs
@@ -62,10 +62,13 @@ class MessageOperations:
         """Create a message."""
         _check_version(caller)
         fields = check(MessagesRequest, body, self._budgets, explain)
-        message_id = f"msg_{secrets.token_hex(12)}"
+        message_id = f"msg_{urandom(12).hex()}"
         logs.request_id.set(message_id)
         with telemetry.stage(
-            "gateway.request", dict(caller.headers), model=fields.model, client_request_id=fields.request_id
+            "gateway.request",
+            telemetry.carrier_of_headers(caller.headers),
+            model=fields.model,
+            client_request_id=fields.request_id,
         ):
             user = fields.metadata.user_id if fields.metadata is not None else None
             enter_session(self._settings.session_sources, caller.headers, {"user": user})
@@ -90,7 +93,9 @@ class MessageOperations:
         """Count the tokens of a prompt without generating."""
         _check_version(caller)
         fields = check(CountTokensRequest, body, self._budgets, explain)
-        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
+        with telemetry.stage(
+            "gateway.tokenize", parent=telemetry.carrier_of_headers(caller.headers), model=fields.model
+        ):
             translated = await self._translated(fields, "count")
             try:
                 length = await self._runner.prompt_length(translated)

@@ -90,7 +90,9 @@ class EmbeddingOperations:
         request_id = f"embd-{secrets.token_hex(12)}"
         logs.request_id.set(request_id)
         label = fields.request_id or fields.rid
-        with telemetry.stage("gateway.embed", dict(caller.headers), model=fields.model, client_request_id=label):
+        with telemetry.stage(
+            "gateway.embed", telemetry.carrier_of_headers(caller.headers), model=fields.model, client_request_id=label
+        ):
             ids = await self._tokenized(inputs, fields, entry)
             permit = context.current().permit
             await permit.charge(sum(len(each.token_ids) for each in ids) // 4)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
+from os import urandom
 from typing import Any
 
 from services.common.base import logs
@@ -45,7 +45,7 @@ class OpenAIOperations:
     async def chat_completions(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a chat completion."""
         fields = check(ChatCompletionRequest, body, self._budgets)
-        completion_id = ChatFormat.id_prefix + secrets.token_hex(12)
+        completion_id = ChatFormat.id_prefix + urandom(12).hex()
         forces_calls = self._pipelines.registry.has_capability(fields.model, "guided_json")
         generation = await with_media(
             body["messages"],
@@ -64,7 +64,7 @@ class OpenAIOperations:
     async def completions(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a completion."""
         fields = check(CompletionRequest, body, self._budgets)
-        completion_id = CompletionFormat.id_prefix + secrets.token_hex(12)
+        completion_id = CompletionFormat.id_prefix + urandom(12).hex()
         arguments = fields, completion_id, self._settings.max_choices, self._budgets
         if fields.prompt_embeds is None:
             generations = completion_requests(*arguments)
@@ -120,7 +120,9 @@ class OpenAIOperations:
         pipeline = self._pipelines.of(fields.model)
         respond = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
-        with telemetry.stage("gateway.request", dict(caller.headers), model=fields.model, client_request_id=label):
+        with telemetry.stage(
+            "gateway.request", telemetry.carrier_of_headers(caller.headers), model=fields.model, client_request_id=label
+        ):
             if needs_tokenizer(fields):
                 entry = self._pipelines.registry.model(fields.model)
                 permit = context.current().permit

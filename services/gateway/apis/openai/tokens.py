@@ -45,7 +45,9 @@ class TokenOperations:
         count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
         parts = await with_media(body.get("messages"), _prompt, body, fields, self._budgets)
-        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=entry.model):
+        with telemetry.stage(
+            "gateway.tokenize", parent=telemetry.carrier_of_headers(caller.headers), model=entry.model
+        ):
             prompt = await self._tokens(entry, parts)
             texts = None
             if fields.return_token_strs:
@@ -63,7 +65,9 @@ class TokenOperations:
         """Return the text of token ids."""
         fields = check(DetokenizeRequest, body, self._budgets)
         entry = self._entry(fields.model)
-        with telemetry.stage("gateway.detokenize", parent=dict(caller.headers), model=entry.model):
+        with telemetry.stage(
+            "gateway.detokenize", parent=telemetry.carrier_of_headers(caller.headers), model=entry.model
+        ):
             await _charge(len(fields.tokens))
             try:
                 text = await self._pipelines.preprocess.detokenize(
@@ -82,7 +86,7 @@ class TokenOperations:
         )
         assert isinstance(generation.prompt, ChatPrompt)
         entry = self._pipelines.registry.model(generation.model)
-        with telemetry.stage("gateway.render", parent=dict(caller.headers), model=entry.model):
+        with telemetry.stage("gateway.render", parent=telemetry.carrier_of_headers(caller.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
             text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
         return Whole(

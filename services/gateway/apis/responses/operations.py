@@ -97,7 +97,10 @@ class ResponseOperations:
         response_id = new_id("resp")
         logs.request_id.set(response_id)
         with telemetry.stage(
-            "gateway.request", dict(caller.headers), model=fields.model, client_request_id=fields.request_id
+            "gateway.request",
+            telemetry.carrier_of_headers(caller.headers),
+            model=fields.model,
+            client_request_id=fields.request_id,
         ):
             names = {"prompt_cache_key": fields.prompt_cache_key, "user": fields.user}
             enter_session(self._settings.session_sources, caller.headers, names)
@@ -174,7 +177,7 @@ class ResponseOperations:
         summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
-        with telemetry.stage("gateway.request", dict(caller.headers), model=fields.model):
+        with telemetry.stage("gateway.request", telemetry.carrier_of_headers(caller.headers), model=fields.model):
             enter_session(self._settings.session_sources, caller.headers, {"prompt_cache_key": fields.prompt_cache_key})
             plain = fields.model_copy(update={"text": None, "tools": None, "tool_choice": None})
             collected = await self._runner.collect(await self._translated(plain, summarized, response_id), caller)
@@ -190,7 +193,9 @@ class ResponseOperations:
         response_input = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         self._runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = await self._translated(fields, response_input, new_id("resp"))
-        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
+        with telemetry.stage(
+            "gateway.tokenize", parent=telemetry.carrier_of_headers(caller.headers), model=fields.model
+        ):
             length = await self._runner.prompt_length(translated)
         return Whole({"object": "response.input_tokens", "input_tokens": length})
 

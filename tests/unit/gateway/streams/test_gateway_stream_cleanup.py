@@ -331,10 +331,11 @@ def test_requested_stop_id_is_reported() -> None:
 def test_streams_above_the_limit_are_refused_and_choices_being_placed_count() -> None:
     desk = StreamTable(max_streams=4)
     desk.connect()
-    with desk.stream_manager.expecting(2):
-        with raises_error(kind=ErrorKind.OVERLOADED):
-            desk.stream_manager.admit(2)
-        desk.stream_manager.admit(1)
+    desk.stream_manager.expect(2)
+    with raises_error(kind=ErrorKind.OVERLOADED):
+        desk.stream_manager.admit(2)
+    desk.stream_manager.admit(1)
+    desk.stream_manager.settle(2)
     desk.stream_manager.admit(3)
 
 

@@ -101,16 +101,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     def start(self, kind: str, worker: int, prefill: int | None = None) -> None:
         changes = KINDS[kind]
-        with self.memory.hold("tenant", 1) as memory:
-            self.streams.append(
-                self.table.connect(
-                    worker,
-                    prefill=prefill,
-                    memory=memory,
-                    request=replace(REQUEST, **changes.get("request", {})),
-                    prompt=replace(PROMPT, **changes.get("prompt", {})),
-                )
+        memory = self.memory.take("tenant", 1)
+        self.streams.append(
+            self.table.connect(
+                worker,
+                prefill=prefill,
+                memory=memory,
+                request=replace(REQUEST, **changes.get("request", {})),
+                prompt=replace(PROMPT, **changes.get("prompt", {})),
             )
+        )
+        memory.release()
 
     @rule(data=st.data(), count=st.integers(1, 4), last=st.booleans())
     def tokens(self, data: st.DataObject, count: int, last: bool) -> None:
