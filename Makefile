@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE=
 PYTEST = PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
+.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,10 @@ test-compose: setup ## build the images, start deploy/compose and check it under
 test-engines: setup ## hold the real vLLM, SGLang and transformers to their tests; over an hour (installs them, 5 GB; needs no GPU)
 	@scripts/engines.sh
 	@scripts/test-engines.sh $(ARGS)
+
+count: setup ## count the calls, tasks, messages and Redis commands of one request of each kind; ARGS="--base REV --kind chat --functions"
+	@scripts/redis.sh
+	@.venv/bin/python benchmarks/count.py $(ARGS)
 
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)

@@ -71,7 +71,7 @@ def peers(
     folder: Annotated[Path, typer.Option(help="where the peers are installed")] = HERE.parent / "build/peers",
     beside: Annotated[
         str, typer.Option("--peers", help=f"separated by commas: {', '.join(PEERS)}; the first has the ratio 1")
-    ] = "dynamo",
+    ] = "dynamo,smg",
     loads: Annotated[str, typer.Option(help=f"separated by commas: {', '.join(LOADS)}")] = ",".join(LOADS),
     rounds: Annotated[int, typer.Option(min=1, help="of each load, after one that is not counted")] = 4,
     workers: Annotated[int, typer.Option(min=1, help="mock workers of each system")] = 2,
