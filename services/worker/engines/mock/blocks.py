@@ -95,16 +95,16 @@ class BlockPool:
         """Makes full, computed blocks reusable, each under its hash."""
         if not self._index:
             return
-        new = array("Q")
+        new, blocks_by_hash = array("Q"), self._blocks_by_hash
         for block, block_hash in zip(blocks, hashes, strict=True):
             if self._hash_of[block] is not None:
                 continue
             self._hash_of[block] = block_hash
-            if (copies := self._blocks_by_hash.get(block_hash)) is None:
-                self._blocks_by_hash[block_hash] = {block: None}
-                new.append(block_hash)
+            if block_hash in blocks_by_hash:
+                blocks_by_hash[block_hash][block] = None
             else:
-                copies[block] = None
+                blocks_by_hash[block_hash] = {block: None}
+                new.append(block_hash)
         if not new:
             return
         last = self.events[-1] if self.events else None

@@ -110,7 +110,8 @@ class Rank:
             self._scheduler.submit(sequence)
         self._running[request_id] = sequence
         operations = self._operations
-        operations.faults = operations.faults.after_arrival(sequence.request.token_ids)
+        if operations.faults.poison is not None:
+            operations.faults = operations.faults.after_arrival(sequence.request.token_ids)
         self.idle.clear()
         self._work.set()
 
