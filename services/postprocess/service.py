@@ -87,7 +87,11 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             session.start_draining()
 
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
-        writer = BatchWriter(lambda: to_text_batch(session.drain(), session.refuse), context.write, self._max_pause_s)
+        def next_batch() -> postprocess_pb2.TextBatch | None:
+            batch = session.drain()
+            return None if batch is None else to_text_batch(batch, session.refuse)
+
+        writer = BatchWriter(next_batch, context.write, self._max_pause_s)
         session = PostSession(
             self._library, self._limits, self._metrics, writer.wake, self._on_death, self._stream_factory
         )
@@ -106,7 +110,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         try:
             await _until_drained(session, serve_session(context, writer, on_message))
             await session.settle()
-            while (batch := to_text_batch(session.drain(), session.refuse)) is not None:
+            while (batch := next_batch()) is not None:
                 await context.write(batch)
         except SluiceError as error:
             await abort(context, error)
@@ -181,7 +185,8 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
         except Exception as error:
             session.fail(opening.slot, error)
             continue
-        session.open(opening.slot, opening.request_id, options, telemetry.carrier(opening.trace), resume)
+        parent = telemetry.carrier(opening.trace) if telemetry.tracing() else {}
+        session.open(opening.slot, opening.request_id, options, parent, resume)
     columns = message.tokens
     if columns.slots:
         session.feed(

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 ToolCallDelta = postprocess_pb2.ToolCallDelta
 NOTHING = Content("")
+_REASONS = {reason.value: reason for reason in FinishReason}
 
 
 def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
@@ -82,10 +83,7 @@ def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseRes
 
 def to_reason(number: int) -> FinishReason:
     """Returns a finish reason from its number; LENGTH for none and for an unknown one."""
-    try:
-        return FinishReason(number)
-    except ValueError:
-        return FinishReason.LENGTH
+    return _REASONS.get(number, FinishReason.LENGTH)
 
 
 def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:
@@ -157,15 +155,18 @@ def to_text_batch(batch: Batch | None, refuse: Callable[[int, SluiceError], None
 
 
 def _text_batch(batch: Batch) -> postprocess_pb2.TextBatch:
+    events: list[postprocess_pb2.StreamEvent] = []
+    if batch.tokens:
+        events += [_to_token_event(slot, tokens) for slot, tokens in batch.tokens]
+    if batch.events:
+        events += [to_event(slot, *part) for slot, events in batch.events for part in parts(events)]
+    if batch.finishes:
+        events += [to_finish(slot, finish) for slot, finish in batch.finishes]
     return postprocess_pb2.TextBatch(
         slots=pack_u32(batch.slots),
         text_lengths=pack_u32(batch.text_lengths),
         text=batch.text,
-        events=[
-            *[_to_token_event(slot, tokens) for slot, tokens in batch.tokens],
-            *[to_event(slot, *part) for slot, events in batch.events for part in parts(events)],
-            *[to_finish(slot, finish) for slot, finish in batch.finishes],
-        ],
+        events=events,
         draining=batch.draining,
     )
 

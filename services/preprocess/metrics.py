@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from time import perf_counter
 
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.observability.declarations import ERROR_KINDS, MODEL, MetricDeclarations
@@ -108,21 +106,16 @@ class Instruments:
         self._encoder_tokens = Counter(ENCODER_TOKENS)
         watch(POOL_JOBS, lambda: [(pool.taken, {})])
 
-    @contextmanager
-    def request(self, verb: str) -> Iterator[None]:
-        """Measures one request."""
-        started = perf_counter()
-        try:
-            yield
-        except SluiceError as error:
-            self._errors.add(1, {"verb": verb, "kind": error.kind.name.lower()})
-            if error.code in MEDIA_CODES:
-                self._media_rejected.add(1, {"reason": error.code})
-            raise
-        except Exception:
-            self._errors.add(1, {"verb": verb, "kind": ErrorKind.INTERNAL.name.lower()})
-            raise
-        self._seconds.record(perf_counter() - started, {"verb": verb})
+    def completed(self, verb: str, seconds: float) -> None:
+        """Records a request that succeeded."""
+        self._seconds.record(seconds, {"verb": verb})
+
+    def failed(self, verb: str, error: Exception) -> None:
+        """Records a request that was rejected or failed."""
+        kind = error.kind if isinstance(error, SluiceError) else ErrorKind.INTERNAL
+        self._errors.add(1, {"verb": verb, "kind": kind.name.lower()})
+        if isinstance(error, SluiceError) and error.code in MEDIA_CODES:
+            self._media_rejected.add(1, {"reason": error.code})
 
     def prompt(self, model: str, tokens: int, encoder_tokens: int = 0) -> None:
         """Records a tokenized prompt; `model` must exist."""

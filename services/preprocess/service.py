@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import lru_cache
+from time import perf_counter
 from typing import Any, TypeVar
 
 import grpc
@@ -20,12 +22,8 @@ from services.common.rpc.generation import write_sampling
 from services.common.rpc.media import file_messages, read_inputs, span_messages
 from services.common.types.hashing import HASH_SCHEME, PrefixHashes
 from services.common.types.media.spans import MediaSpan
-from services.preprocess.contract.tokenizer import (
-    ChatRequest,
-    PendingPrompt,
-    TokenizerProtocol,
-    kinds_of,
-)
+from services.preprocess.contract.generation_defaults import GenerationDefaults
+from services.preprocess.contract.tokenizer import ChatRequest, PendingPrompt, TokenizerProtocol, kinds_of
 from services.preprocess.contract.validation import parse_chat, too_large
 from services.preprocess.media.expansion import expand, look_up
 from services.preprocess.media.loading import LoadedMedia, MediaLoader, check_kinds, not_supported
@@ -128,17 +126,26 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
 
     async def _staged(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, metadata: Metadata) -> A:
         parent = telemetry.carrier_of_metadata(metadata)
-        with (
-            telemetry.stage(f"preprocess.{verb}", parent=parent, model=getattr(request, "model", None)),
-            self._instruments.request(verb),
-        ):
-            return await handler(request)
+        with telemetry.stage(f"preprocess.{verb}", parent=parent, model=getattr(request, "model", None)):
+            started = perf_counter()
+            try:
+                response = await handler(request)
+            except Exception as error:
+                self._instruments.failed(verb, error)
+                raise
+            self._instruments.completed(verb, perf_counter() - started)
+            return response
 
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
         _set_origin(request.chat)
-        with self._registry.using(await self._registry.get(request.model)) as tokenizer:
+        tokenizer = await self._registry.get(request.model)
+        self._registry.hold(tokenizer)
+        try:
             reply, tokens = await self._tokenize_with(tokenizer, request)
-        self._instruments.prompt(request.model, tokens, sum(span.encoder_tokens for span in reply.media))
+        finally:
+            self._registry.release(tokenizer)
+        encoder_tokens = sum(span.encoder_tokens for span in reply.media) if reply.media else 0
+        self._instruments.prompt(request.model, tokens, encoder_tokens)
         return reply
 
     async def _tokenize_with(
@@ -297,17 +304,22 @@ def _response(
         context_length=facts.context_length,
         prompt_tail=packed[-4 * PROMPT_TAIL_TOKENS :],
         fingerprint=facts.fingerprint,
-        default_sampling=write_sampling(facts.defaults.sampling),
+        default_sampling=_default_sampling(facts.defaults),
         default_max_tokens=facts.defaults.max_tokens,
         without_effect=_without_effect(facts.without_effect, request.chat),
         prompt_tokens=tokens,
-        media=span_messages(spans),
-        fetched=file_messages(media.fetched),
+        media=span_messages(spans) if spans else (),
+        fetched=file_messages(media.fetched) if media.fetched else (),
         notes=notes,
         thinking=request.chat.continue_final_message
         and ends_in_thought(tokenizer, packed, foreign_json(request.chat.messages_json, "messages")),
     )
     return reply, tokens
+
+
+@lru_cache(maxsize=256)
+def _default_sampling(defaults: GenerationDefaults) -> common_pb2.SamplingOptions:
+    return write_sampling(defaults.sampling)
 
 
 def _detokenize(

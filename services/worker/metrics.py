@@ -144,7 +144,8 @@ class WorkerMetrics:
         """Records a completed request."""
         self._requests.add(1, {"reason": reason.name.lower()})
         self._prompt.add(usage.prompt_tokens)
-        self._cached.add(usage.cached_tokens or 0)
+        if usage.cached_tokens:
+            self._cached.add(usage.cached_tokens)
         self._output.add(usage.completion_tokens)
         self._duration.record(duration_s)
         if first_token_s is not None:

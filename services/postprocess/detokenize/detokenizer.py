@@ -123,8 +123,10 @@ class TableDetokenizer:
         self._pending = b""  # an incomplete character of at most 3 bytes
         self._opening = table.opening
         self._plain = self._opening is None
-        for token in tail[-MAX_TAIL:]:
-            self.step(token)
+        tail = tail[-MAX_TAIL:]
+        if self.peek(tail) is None:
+            for token in tail:
+                self.step(token)
 
     def step(self, token: int) -> str:
         try:

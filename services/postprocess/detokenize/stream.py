@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.common.base.errors import SluiceError
 from services.common.types.generation import FinishReason as FinishReason
@@ -71,7 +71,7 @@ class Finish:
     def parsed(self, calls: bool, reasoning_tokens: int) -> Finish:
         """Returns the finish of a parsed stream: STOP becomes TOOL_CALLS if there were calls."""
         reason = FinishReason.TOOL_CALLS if calls and self.reason is FinishReason.STOP else self.reason
-        return replace(self, reason=reason, reasoning_tokens=reasoning_tokens)
+        return Finish(reason, self.tokens_seen, self.stop_string, self.stop_token_id, self.error, reasoning_tokens)
 
 
 class Stream:

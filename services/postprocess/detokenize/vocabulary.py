@@ -81,6 +81,8 @@ class Vocabulary(ABC):
     def text_of(self, tokens: Sequence[int]) -> str:
         """Returns the text of a few tokens, including special ones."""
         detokenizer = self.detokenizer(False)
+        if (text := detokenizer.peek(tokens)) is not None:
+            return text
         return "".join(map(detokenizer.step, tokens)) + detokenizer.flush()
 
 
@@ -99,13 +101,14 @@ class TableVocabulary(Vocabulary):
         self.size = len(kept.pieces)
         self._kept = kept
         self._specials = {token: kept.pieces[token].decode(errors="replace") for token in specials}
+        self._special_tokens = frozenset(self._specials.values())
         self._specials_break = specials_break
         self._skipped = self._without(NO_MARKERS)
         self._skipped_but: dict[frozenset[str], ByteTable] = {NO_MARKERS: self._skipped}
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        return frozenset(self._specials.values())
+        return self._special_tokens
 
     def piece(self, token: int) -> bytes | None:
         return self._kept.pieces[token] if token < self.size else None
@@ -121,7 +124,7 @@ class TableVocabulary(Vocabulary):
             return TableDetokenizer(self._kept, tail)
         if not markers:
             return TableDetokenizer(self._skipped, tail)
-        present = markers & self.special_tokens
+        present = markers & self._special_tokens
         table = self._skipped_but.get(present)
         if table is None:  # at most as many tables as parsers
             table = self._skipped_but[present] = self._without(present)

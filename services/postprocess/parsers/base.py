@@ -45,7 +45,8 @@ class ParserContext:
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", frozenset(tool["function"]["name"] for tool in self.tools))
+        names = [tool["function"]["name"] for tool in self.tools] if self.tools else ()
+        object.__setattr__(self, "names", frozenset(names))
 
     def token(self, index: int, length: int) -> str:
         """Returns `length` letters and digits that are unique to a call of this stream."""

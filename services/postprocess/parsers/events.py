@@ -51,6 +51,9 @@ def merge(events: Iterable[Event]) -> list[Event]:
     reasons: set[str] = set()
     run: list[str] = []  # texts of the last event of `merged`, joined when the run ends
     for event in events:
+        if merged and type(event) is type(merged[-1]) and isinstance(event, (Content, Reasoning)):
+            run.append(event.text)
+            continue
         if isinstance(event, Degraded):
             if event.reason in reasons:
                 continue

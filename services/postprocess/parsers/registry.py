@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from services.common.base.errors import invalid, quoted
 from services.common.packages.engines import TESTED_VERSIONS
@@ -18,6 +18,7 @@ from services.postprocess.parsers.reasoning.unclosed_reasoning import UnclosedRe
 
 AUTO = "auto"
 NONE = "none"
+_NOT_NAMED = ("", AUTO, NONE)
 
 TOOL_PARSERS: dict[str, type[Parser]] = {
     name: family.tool for family in FAMILIES if family.tool for name in (family.name, *family.aliases)
@@ -60,19 +61,21 @@ class ParserRegistry:
 
     def check(self, names: ParserNames) -> None:
         """Raises SluiceError (INVALID_ARGUMENT) for an unavailable parser, or a pair not from the same engine."""
-        self._check("tool_parser", names.tool, frozenset(TOOL_PARSERS))
-        self._check("reasoning_parser", names.reasoning, frozenset(REASONING_PARSERS))
-        pair = [name for name in (names.tool, names.reasoning) if name and name not in (AUTO, NONE)]
-        if len({engine_of(name) for name in pair}) > 1:
+        tool, reasoning = names.tool, names.reasoning
+        self._check("tool_parser", tool, TOOL_PARSERS)
+        self._check("reasoning_parser", reasoning, REASONING_PARSERS)
+        if tool in _NOT_NAMED or reasoning in _NOT_NAMED:
+            return
+        if engine_of(tool) != engine_of(reasoning):
             raise invalid(
-                f"The parsers {' and '.join(pair)} cannot be combined, because an engine's parser needs the tokens; "
+                f"The parsers {tool} and {reasoning} cannot be combined, because an engine's parser needs the tokens; "
                 "choose both from one engine, or none from an engine.",
                 param="reasoning_parser",
                 code="parsers_do_not_fit",
             )
 
-    def _check(self, field: str, name: str, known: frozenset[str]) -> None:
-        if not name or name in (AUTO, NONE) or name in known or name in self.own:
+    def _check(self, field: str, name: str, known: Mapping[str, type[Parser]]) -> None:
+        if name in _NOT_NAMED or name in known or name in self.own:
             return
         problem = f"The {field.replace('_', ' ')} {quoted(name)} is not available"
         if engine := engine_of(name):
@@ -89,7 +92,7 @@ class ParserRegistry:
             raise invalid(
                 f"{problem}; start postprocess with --native-parsers {engine}.", param=field, code="no_such_parser"
             )
-        similar = ", ".join(nearest(name, known))
+        similar = ", ".join(nearest(name, frozenset(known)))
         available = ", ".join(sorted({*known, *self.own, AUTO}))
         raise invalid(
             f"{problem}; {f'similar names: {similar}; ' if similar else ''}use one of {available}.",
@@ -105,16 +108,17 @@ def markers_of(names: ParserNames) -> frozenset[str]:
 
 def build(names: ParserNames, context: ParserContext) -> Parser:
     """Creates the parser of one stream; at least one name must be set."""
-    if HarmonyParser in (_class(names.tool, TOOL_PARSERS), _class(names.reasoning, REASONING_PARSERS)):
-        harmony = _class(names.tool, TOOL_PARSERS) is HarmonyParser
+    tool_class, reasoning_class = _class(names.tool, TOOL_PARSERS), _class(names.reasoning, REASONING_PARSERS)
+    if HarmonyParser in (tool_class, reasoning_class):
+        harmony = tool_class is HarmonyParser
         parser = HarmonyParser(context, calls=harmony)
-        return parser if harmony or not names.tool else Chain(parser, _class(names.tool, TOOL_PARSERS)(context))
+        return parser if harmony or not names.tool else Chain(parser, tool_class(context))
     if not names.tool:
-        return _class(names.reasoning, REASONING_PARSERS)(context)
-    tools = _class(names.tool, TOOL_PARSERS)(context)
+        return reasoning_class(context)
+    tools = tool_class(context)
     if not names.reasoning:
         return tools
-    reasoning = _class(names.reasoning, REASONING_PARSERS)(context)
+    reasoning = reasoning_class(context)
     if isinstance(reasoning, ThinkParser) and isinstance(tools, CallParser) and tools.marked:
         return UnclosedReasoningChain(reasoning, tools)
     return Chain(reasoning, tools)

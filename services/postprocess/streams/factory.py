@@ -142,11 +142,11 @@ class StreamFactory:
                 del self._not_started[engine.name]
 
     def _engine(self, names: ParserNames) -> EngineParsers | None:
-        return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
+        return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning)) if self._engines else None
 
     def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyStream:
         """Creates a stream, with a parser if the plan has one."""
-        if plan.names == NO_PARSERS:
+        if not plan.names.tool and not plan.names.reasoning:
             return Stream(options, vocabulary, self._limits)
         return self.parsed(options, vocabulary, plan)
 

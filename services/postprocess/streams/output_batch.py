@@ -97,6 +97,8 @@ class OutputBatch:
             on_broken: called with the slot whose output cannot be taken, which is dropped, and the exception. It may
                 add the finish of that slot's stream.
         """
+        if not (self.texts or self._events or self._recorders or self._tokens or self._finishes or self._leaving):
+            return None
         broken: list[tuple[int, Exception]] = []
         merged: list[tuple[int, list[Event]]] = []
         for slot, recorder in self._recorders.items():

@@ -16,6 +16,11 @@ log = logging.getLogger(__name__)
 KEPT_TWICE = 4_096
 """Characters fed to a parser that may be kept although their events were returned."""
 
+SHORTEST_RUN, RUN_GROWTH = 4, 4
+"""Tokens of the first run without markup that is tried, and the factor from one to the next."""
+SINGLE_TOKENS = 16
+"""Tokens parsed one at a time between two attempts, after several in vain."""
+
 PARSER_FAILED, PARSER_TOO_SLOW, PARSER_TOO_LARGE = "parser_failed", "parser_too_slow", "parser_too_large"
 
 
@@ -83,17 +88,31 @@ class ParsedStream:
             self.parse(tokens)
 
     def parse(self, tokens: Sequence[int]) -> None:
-        """Processes tokens whose text may have markup, one at a time."""
+        """Processes tokens whose text may have markup: one at a time, except runs that certainly have none.
+
+        A run without markup is followed by a longer one; without such a run, more tokens precede the next attempt.
+        """
+        start, count, single = 0, len(tokens), 1
+        while start < count:
+            for token in tokens[start : start + single]:
+                self._parse_token(token)
+                if self.finish is not None:
+                    return
+            start, size = start + single, SHORTEST_RUN
+            while start < count and (found := self.feed_plain(tokens[start : start + size])) is not None:
+                kind, text = found
+                self.events.append(kind(text))
+                start, size = start + size, size * RUN_GROWTH
+            single = 1 if size > SHORTEST_RUN else min(2 * single, SINGLE_TOKENS)
+
+    def _parse_token(self, token: int) -> None:
         stream = self._stream
-        for token in tokens:
-            text = stream.feed_one(token)
-            if text:
-                self._parse(text)
-            if stream.finish is not None:
-                self._close(stream.finish)
-                return
-            if self._parser is not None and self._parser.reasoning:
-                self._reasoning_tokens += 1
+        if text := stream.feed_one(token):
+            self._parse(text)
+        if stream.finish is not None:
+            self._close(stream.finish)
+        elif self._parser is not None and self._parser.reasoning:
+            self._reasoning_tokens += 1
 
     def feed_plain(self, tokens: Sequence[int]) -> tuple[type[Content | Reasoning], str] | None:
         """Processes tokens whose text certainly has no markup; returns None, without a change, for others.

@@ -52,8 +52,8 @@ def plan_of(
         return _PLAIN
     names = ParserNames(options.tool_parser, options.reasoning_parser)
     registry.check(names)
-    tools = _tools(options.tools_json, limits)
-    choice = _choice(options.tool_choice_json)
+    tools = _tools(options.tools_json, limits) if options.tools_json else ()
+    choice = _choice(options.tool_choice_json) if options.tool_choice_json else ""
     names = _resolve(names, bool(tools), vocabulary)
     if choice == NONE or options.guided:
         names = replace(names, tool="")
@@ -68,7 +68,7 @@ def plan_of(
         prompt_tail=_tail(options, vocabulary) if names.reasoning or names.tool else "",
         identity=identity,
         prompt_ids=options.prompt_tail,
-        template_kwargs=_kwargs(options.template_kwargs_json),
+        template_kwargs=_kwargs(options.template_kwargs_json) if options.template_kwargs_json else {},
         source=vocabulary.source,
         thinking=options.thinking,
     )
@@ -93,8 +93,6 @@ def _resolve(names: ParserNames, tools: bool, vocabulary: Vocabulary) -> ParserN
 
 
 def _tools(tools_json: bytes, limits: Limits) -> tuple[dict[str, Any], ...]:
-    if not tools_json:
-        return ()
     if len(tools_json) > limits.max_tools_bytes:
         raise invalid(f"tools has {len(tools_json)} bytes; send at most {limits.max_tools_bytes}.", param="tools")
     tools = _load(tools_json, "tools")
@@ -123,7 +121,7 @@ _NAMED = "function:"
 
 def _choice(choice_json: bytes) -> str:
     """Returns `none`, `auto`, `required`, empty, or `function:` and the name of the only function allowed."""
-    choice = _load(choice_json, "tool_choice") if choice_json else ""
+    choice = _load(choice_json, "tool_choice")
     if choice is None or choice in ("", AUTO, NONE, "required"):
         return choice or ""
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -133,7 +131,7 @@ def _choice(choice_json: bytes) -> str:
 
 
 def _kwargs(text: bytes) -> dict[str, Any]:
-    kwargs = _load(text, "chat_template_kwargs") if text else {}
+    kwargs = _load(text, "chat_template_kwargs")
     if not isinstance(kwargs, dict):
         raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
     return kwargs

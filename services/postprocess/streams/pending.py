@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from services.common.base.errors import SluiceError, internal, overloaded
 from services.common.base.tasks import TaskOwner
 from services.postprocess.detokenize.stream import FinishReason, StreamOptions
-from services.postprocess.streams.factory import INLINE_TOKENS, AnyStream, StreamFactory, fed
+from services.postprocess.streams.factory import AnyStream, StreamFactory, fed
 from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.resume import Resume
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
@@ -35,11 +35,6 @@ class PendingStream:
     resume: Resume | None
     tokens: array[int] = field(default_factory=lambda: array("I"))
     end: tuple[FinishReason, int | None] | None = None
-
-    @property
-    def long(self) -> bool:
-        """Whether replaying the tokens of a resumed stream takes long."""
-        return self.resume is not None and len(self.resume.token_ids) > INLINE_TOKENS
 
 
 Begun = Callable[[int, PendingStream, AnyStream, ParserSelection, str], None]

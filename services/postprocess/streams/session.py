@@ -16,13 +16,13 @@ from services.postprocess.detokenize.stream import Finish, FinishReason, Limits,
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content, Degraded, Event
 from services.postprocess.parsers.remote import RemoteStream
-from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, parsing
+from services.postprocess.streams.factory import INLINE_TOKENS, AnyParsed, AnyStream, StreamFactory, parsing
 from services.postprocess.streams.output_batch import Batch, OutputBatch
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.pending import PendingStream, PendingStreams
 from services.postprocess.streams.resume import Remainder, Resume, mismatch
-from services.postprocess.streams.slots import Slots
+from services.postprocess.streams.slots import Slots, one_row_each
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
 log = logging.getLogger(__name__)
@@ -108,10 +108,11 @@ class PostSession:
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
-            pending = PendingStream(options, request_id or secrets.token_hex(12), resume)
-            plan = None if vocabulary is None else self._stream_factory.plan(options, vocabulary, pending.identity)
-            if vocabulary is None or plan is None or not self._stream_factory.ready(plan) or pending.long:
-                self._pending.add(slot, pending)
+            identity = request_id or secrets.token_hex(12)
+            plan = None if vocabulary is None else self._stream_factory.plan(options, vocabulary, identity)
+            long = resume is not None and len(resume.token_ids) > INLINE_TOKENS
+            if vocabulary is None or plan is None or not self._stream_factory.ready(plan) or long:
+                self._pending.add(slot, PendingStream(options, identity, resume))
                 self._slots.take(slot, request_id, options.model, parent)
             else:
                 stream = self._stream_factory.begin(options, vocabulary, plan)
@@ -209,6 +210,8 @@ class PostSession:
         self._metrics.took(len(tokens))
         streams, parsed_streams, texts = self._streams, self._parsed, self._output.texts
         end, most = 0, self._limits.max_row_tokens
+        if len(set(slots)) < len(slots) and len(tokens) <= most:
+            slots, counts, tokens = one_row_each(slots, counts, tokens)
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
             try:

@@ -1,7 +1,8 @@
-"""Slots of a session that are in use, and those used recently."""
+"""Slots of a session that are in use, those used recently, and the columns that name them."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
 from opentelemetry.trace import Span
@@ -60,3 +61,21 @@ class Slots:
                 param="tokens.slots",
                 code="stream_unknown",
             )
+
+
+def one_row_each(
+    slots: array[int], counts: array[int], tokens: array[int]
+) -> tuple[array[int], array[int], array[int]]:
+    """Returns the columns with the rows of each slot, in order, as one row."""
+    rows: dict[int, array[int]] = {}
+    end = 0
+    for slot, count in zip(slots, counts, strict=True):
+        start, end = end, end + count
+        if slot in rows:
+            rows[slot] += tokens[start:end]
+        else:
+            rows[slot] = tokens[start:end]
+    joined = array("I")
+    for row in rows.values():
+        joined += row
+    return array("I", rows), array("I", map(len, rows.values())), joined

@@ -46,11 +46,11 @@ def parse_chat(
         SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are not valid JSON.
     """
     return checked_chat(
-        _load(messages_json, "messages"),
-        _load(tools_json, "tools"),
-        _load(template_kwargs_json, "chat_template_kwargs"),
-        _load(documents_json, "documents"),
-        _load(tool_choice_json, "tool_choice"),
+        foreign_json(messages_json, "messages") if messages_json else None,
+        foreign_json(tools_json, "tools") if tools_json else None,
+        foreign_json(template_kwargs_json, "chat_template_kwargs") if template_kwargs_json else None,
+        foreign_json(documents_json, "documents") if documents_json else None,
+        foreign_json(tool_choice_json, "tool_choice") if tool_choice_json else None,
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -76,21 +76,17 @@ def checked_chat(
             "add_generation_prompt and continue_final_message are mutually exclusive; set only one of them.",
             param="continue_final_message",
         )
-    checked_tools = _check_tools(tools)
+    checked_tools = None if tools is None else _check_tools(tools)
     return ChatRequest(
         messages=_without_billing_line(check_messages(messages, media)),
         tools=checked_tools,
-        template_kwargs=_check_kwargs(template_kwargs),
+        template_kwargs={} if template_kwargs is None else _check_kwargs(template_kwargs),
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        documents=_check_documents(documents),
-        tool_choice=_check_tool_choice(tool_choice, checked_tools),
+        documents=None if documents is None else _check_documents(documents),
+        tool_choice=None if tool_choice is None else _check_tool_choice(tool_choice, checked_tools),
     )
-
-
-def _load(data: bytes, param: str) -> Any:
-    return foreign_json(data, param) if data else None
 
 
 def check_messages(messages: Any, media: Sequence[MediaInput] = ()) -> list[Message]:
@@ -224,8 +220,6 @@ def _function_name(item: Any, where: str) -> str:
 
 
 def _check_tools(tools: Any) -> list[Tool] | None:
-    if tools is None:
-        return None
     if not isinstance(tools, list):
         raise invalid("tools must be an array of tools.", param="tools")
     for index, tool in enumerate(tools):
@@ -239,7 +233,7 @@ def _check_tools(tools: Any) -> list[Tool] | None:
 
 
 def _check_tool_choice(choice: Any, tools: list[Tool] | None) -> str | dict[str, Any] | None:
-    if choice is None or choice in ("none", "auto"):
+    if choice in ("none", "auto"):
         return choice  # type: ignore[no-any-return]
     if choice != "required" and not isinstance(choice, dict):
         raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
@@ -253,8 +247,6 @@ def _check_tool_choice(choice: Any, tools: list[Tool] | None) -> str | dict[str,
 
 
 def _check_kwargs(kwargs: Any) -> dict[str, Any]:
-    if kwargs is None:
-        return {}
     if not isinstance(kwargs, dict):
         raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
     for name in _REQUEST_FIELDS:
@@ -267,8 +259,6 @@ def _check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def _check_documents(documents: Any) -> list[dict[str, Any]] | None:
-    if documents is None:
-        return None
     if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
         raise invalid("documents must be an array of objects.", param="documents")
     return documents or None

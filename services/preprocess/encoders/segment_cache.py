@@ -39,31 +39,35 @@ class SegmentCache(Backend):
             return CacheStats(self._held, self._max_bytes, len(self._ids), self._hit, self._missed)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        cached = self._look_up(texts)
-        missing = [index for index, ids in enumerate(cached) if ids is None]
+        cached, missing = self._look_up(texts)
         if missing:
             encoded = self._backend.encode([texts[index] for index in missing])
             for index, ids in zip(missing, encoded, strict=True):
                 cached[index] = ids
-            self._store([(texts[index], ids) for index, ids in zip(missing, encoded, strict=True)])
-        return [ids for ids in cached if ids is not None]
-
-    def _look_up(self, texts: Sequence[str]) -> list[bytes | None]:
-        cached: list[bytes | None] = []
-        with self._lock:
-            for text in texts:
-                ids = self._ids.get(text)
-                cached.append(ids)
-                if ids is None:
-                    self._missed += len(text)
-                else:
-                    self._ids.move_to_end(text)
-                    self._hit += len(text)
+            self._store(texts, missing, encoded)
         return cached
 
-    def _store(self, encoded: Sequence[tuple[str, bytes]]) -> None:
+    def _look_up(self, texts: Sequence[str]) -> tuple[list[bytes], list[int]]:
+        """Returns the ids of each text, empty for one that is not cached, and the indices of these."""
+        cached: list[bytes] = []
+        missing: list[int] = []
         with self._lock:
-            for text, ids in encoded:
+            for index, text in enumerate(texts):
+                ids = self._ids.get(text)
+                if ids is None:
+                    missing.append(index)
+                    cached.append(b"")
+                    self._missed += len(text)
+                else:
+                    cached.append(ids)
+                    self._ids.move_to_end(text)
+                    self._hit += len(text)
+        return cached, missing
+
+    def _store(self, texts: Sequence[str], indices: Sequence[int], encoded: Sequence[bytes]) -> None:
+        with self._lock:
+            for index, ids in zip(indices, encoded, strict=True):
+                text = texts[index]
                 size = _size(text, ids)
                 # Do not evict most entries for a single large one.
                 if text in self._ids or size > self._max_bytes // 4:

@@ -42,6 +42,10 @@ def expand(packed: bytes, rules: MediaRules, items: Sequence[CountedItem]) -> tu
         SluiceError: INVALID_ARGUMENT if the model does not take an item, or the template wrote other placeholders.
     """
     ids = unpack_u32(packed)
+    if not items:
+        for kind, rule in rules.items():
+            _check_count(ids.count(rule.token_id), (), kind, items)
+        return packed, ()
     expected = {kind: [item for item in items if item.kind is kind] for kind in rules}
     for kind, rule in rules.items():
         _check_count(ids.count(rule.token_id), expected[kind], kind, items)

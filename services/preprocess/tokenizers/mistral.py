@@ -69,6 +69,7 @@ class MistralTokenizer(ChatTokenizer):
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
         # Only after the fast path was compared with mistral-common, which must not use this encoder then.
         self._encoder.stand_in(self._text)
+        _leave_text_out(self._tokenizer)
         images = MistralImages.take_over(self._tokenizer.instruct_tokenizer)
         self.media_rules = {MediaKind.IMAGE: images} if images is not None else {}
         # mistral-common gives each legal system message its place.
@@ -124,7 +125,7 @@ class MistralTokenizer(ChatTokenizer):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
-        return self._tokenizer.decode(list(token_ids), special_token_policy=policy)
+        return self._text.decode(list(token_ids), special_token_policy=policy)
 
     def _without_hints(self, chat: ChatRequest) -> ChatRequest:
         """Returns the chat without the arguments that change no prompt of this model."""
@@ -214,6 +215,12 @@ def _allow_text_with_calls(tokenizer: Tokenizer[Any, Any, Any, Any, Any]) -> Non
     instruct.encode_assistant_message = encode_both
 
 
+def _leave_text_out(tokenizer: Tokenizer[Any, Any, Any, Any, Any]) -> None:
+    """Makes mistral-common leave out the text of a chat's ids, which it decodes for every chat; only ids are used."""
+    instruct: Any = tokenizer.instruct_tokenizer
+    instruct.decode = lambda tokens, special_token_policy: ""
+
+
 def _check_results(messages: list[Message]) -> None:
     for index, message in enumerate(messages):
         if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
@@ -224,8 +231,11 @@ def _check_results(messages: list[Message]) -> None:
 
 
 def _shows_images(chat: ChatRequest) -> bool:
-    contents = (message.get("content") for message in chat.messages)
-    return any(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
+    for message in chat.messages:
+        content = message.get("content")
+        if isinstance(content, list) and any(part["type"] == "image" for part in content):
+            return True
+    return False
 
 
 def _in_order(messages: list[Message]) -> list[Message]:

@@ -133,17 +133,26 @@ class ModelRegistry:
 
     @contextmanager
     def using(self, tokenizer: TokenizerProtocol) -> Iterator[TokenizerProtocol]:
-        """Keeps a tokenizer from being closed; enter it right after `get` returns, before awaiting anything."""
-        key = id(tokenizer)
-        self._uses[key] = self._uses.get(key, 0) + 1
+        """As `hold`, and `release` at the end."""
+        self.hold(tokenizer)
         try:
             yield tokenizer
         finally:
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
-                if key in self._retired:
-                    self._close_later(tokenizer)
+            self.release(tokenizer)
+
+    def hold(self, tokenizer: TokenizerProtocol) -> None:
+        """Keeps a tokenizer from being closed; call it right after `get` returns, before awaiting anything."""
+        key = id(tokenizer)
+        self._uses[key] = self._uses.get(key, 0) + 1
+
+    def release(self, tokenizer: TokenizerProtocol) -> None:
+        """Ends a use of a tokenizer, which is closed after the last one if it is retired."""
+        key = id(tokenizer)
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            if key in self._retired:
+                self._close_later(tokenizer)
 
     def _retire_unshared(self, tokenizer: TokenizerProtocol) -> None:
         if all(other is not tokenizer for other in self._loaded.values()):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from services.common.base.budgets import Budget
 from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found
-from services.common.types.sampling import RANGES
+from services.common.types.sampling import RANGES, UNSET
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import (
@@ -51,8 +51,8 @@ def usable_defaults(config: EngineConfig) -> EngineConfig:
 
 def without_unknown_eos(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
     """Returns the request without end-of-sequence ids outside the vocabulary: they come from the model's files."""
-    stop, limit = request.stop, _first_unknown_id(config)
-    if not stop.eos_token_ids or max(stop.eos_token_ids) < limit:
+    stop = request.stop
+    if not stop.eos_token_ids or max(stop.eos_token_ids) < (limit := _first_unknown_id(config)):
         return request
     unknown = frozenset(token_id for token_id in stop.eos_token_ids if token_id >= limit)
     known = tuple(token_id for token_id in stop.eos_token_ids if token_id < limit)
@@ -66,8 +66,9 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_model(request.model, request.lora, config)
     _validate_prompt(request, config)
     _validate_stop(request, config)
-    _validate_sampling(request.sampling, _first_unknown_id(config))
-    _validate_choice_left(request)
+    if request.sampling is not UNSET:
+        _validate_sampling(request.sampling, _first_unknown_id(config))
+        _validate_choice_left(request)
     _validate_output(request)
     _validate_placement(request, config)
     _validate_capabilities(request, config)
@@ -103,8 +104,8 @@ def validate_embedding(
 
 
 def _validate_model(model: str, lora: str, config: EngineConfig) -> None:
-    served = (config.model, *config.adapters)
-    if model not in served:
+    if model != config.model and model not in config.adapters:
+        served = (config.model, *config.adapters)
         raise not_found(
             f"This worker does not serve model {model!r}; it serves {', '.join(served)}.",
             param="model",
@@ -175,7 +176,8 @@ def _first_unknown_id(config: EngineConfig) -> int:
 
 def _validate_stop(request: GenerateRequest, config: EngineConfig) -> None:
     stop = request.stop
-    _validate_ids(stop.stop_token_ids, _first_unknown_id(config), "stop_token_ids")
+    if stop.stop_token_ids:
+        _validate_ids(stop.stop_token_ids, _first_unknown_id(config), "stop_token_ids")
     if stop.max_tokens is None:
         if config.context_length and stop.min_tokens > config.context_length:
             raise invalid(
@@ -244,8 +246,8 @@ def _validate_ids(token_ids: Collection[int], first_unknown_id: int, name: str) 
 
 
 def _validate_output(request: GenerateRequest) -> None:
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(request, name) or 0) > MAX_LOGPROBS:
+    for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if count is not None and count > MAX_LOGPROBS:
             raise invalid(f"{name} must be at most {MAX_LOGPROBS}.", param=name)
     if request.guided is not None:
         _validate_guided(request.guided)

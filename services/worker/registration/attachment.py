@@ -143,12 +143,12 @@ class Attachment:
         """Waits for the next heartbeat, or for a change, at least EVENT_PACE_S after the last message."""
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
+        timer = loop.call_at(heartbeat_due, self._wake.set)
         try:
-            async with asyncio.timeout_at(heartbeat_due):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        await asyncio.sleep(max(sent_at + EVENT_PACE_S - loop.time(), 0))
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+        await asyncio.sleep(max(sent_at + EVENT_PACE_S - loop.time(), 0))  # at least a turn, for the next step's events
         self._wake.clear()
 
     async def _write(self, message: router_pb2.AttachRequest) -> None:

@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.worker.contract.generation import Delta
@@ -20,6 +21,7 @@ STALLED_TOKENS = 1 << 20
 STALLED_AFTER_S = 5.0
 MAX_TOKENS = 8 << 20
 """Tokens that wait for a gateway that does not read; with more its session ends."""
+_IDS = partial(array, "I")
 
 
 @dataclass(slots=True)
@@ -35,9 +37,9 @@ class Page:
         dropped_media: hashes of media files that the worker no longer keeps, concatenated.
     """
 
-    slots: array[int] = field(default_factory=lambda: array("I"))
-    counts: array[int] = field(default_factory=lambda: array("I"))
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    slots: array[int] = field(default_factory=_IDS)
+    counts: array[int] = field(default_factory=_IDS)
+    token_ids: array[int] = field(default_factory=_IDS)
     extras: list[tuple[int, Delta]] = field(default_factory=list)
     texts: dict[int, TextUpdate] = field(default_factory=dict)
     dropped_media: bytearray = field(default_factory=bytearray)
@@ -52,22 +54,21 @@ class Outbox:
         wake: called when there is something to send.
         on_overflow: called once, when `STALLED_TOKENS` are pending and nothing was taken for `STALLED_AFTER_S`
             seconds, or when `MAX_TOKENS` are pending.
+
+    Attributes:
+        page: where output is added.
+        woken: whether `wake` was called since the last `take`.
     """
 
     def __init__(self, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
         self.page = Page()
+        self.woken = False
         self._wake = wake
         self._on_overflow = on_overflow
         self._full: deque[Page] = deque()
         self._taken_s = time.monotonic()
         self._overflowed = False
         self._flushed: asyncio.Event | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is waiting to be sent."""
-        page = self.page
-        return not (self._full or page.slots or page.extras or page.texts or page.dropped_media)
 
     @property
     def pending_tokens(self) -> int:
@@ -78,7 +79,9 @@ class Outbox:
         """Schedules sending; call it after every addition to `page`."""
         if len(self.page.token_ids) >= PAGE_TOKENS:
             self._start_page()
-        self._wake()
+        if not self.woken:
+            self.woken = True
+            self._wake()
 
     def take(self) -> Page | None:
         """Returns the next message, or None.
@@ -86,13 +89,15 @@ class Outbox:
         A call implies that everything taken before has been written.
         """
         self._taken_s = time.monotonic()
+        self.woken = False
         if self._full:
             return self._full.popleft()
-        if self.empty:
+        page = self.page
+        if not (page.slots or page.extras or page.texts or page.dropped_media):
             if self._flushed is not None:
                 self._flushed.set()
             return None
-        page, self.page = self.page, Page()
+        self.page = Page()
         return page
 
     async def flush(self) -> None:

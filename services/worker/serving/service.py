@@ -80,10 +80,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """See worker.proto."""
         handler = asyncio.current_task()
         assert handler is not None
-        writer: BatchWriter[worker_pb2.TokenBatch] = BatchWriter(
-            lambda: _next_batch(session), context.write, self._max_pause_s
-        )
-        session = WorkerSession(self._worker, lambda: writer.wake(), lambda: end_overflowed(handler))
+
+        def next_batch() -> worker_pb2.TokenBatch | None:
+            page = session.take()
+            return None if page is None else write_page(page, session.break_off)
+
+        writer = BatchWriter(next_batch, context.write, self._max_pause_s)
+        session = WorkerSession(self._worker, writer.wake, lambda: end_overflowed(handler))
         errors: list[SluiceError] = []
 
         def end_overflowed(task: asyncio.Task[Any]) -> None:
@@ -228,11 +231,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise invalid(f"Action {request.action} is unknown to this version of the worker.", param="action")
         name = Action.Action.Name(request.action).removeprefix("ACTION_").lower()
         return worker_pb2.ControlResponse(results=await self._controls.run(name, dict(request.arguments)))
-
-
-def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
-    page = session.take()
-    return None if page is None else write_page(page, session.break_off)
 
 
 @shared_step("worker.apply")

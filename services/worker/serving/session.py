@@ -21,7 +21,7 @@ from services.worker.contract.generation import (
 from services.worker.contract.text_delta import TextUpdate
 from services.worker.generation.response_sink import BEGUN, ContractViolation, ResponseSink
 from services.worker.media.uploads import IncomingMedia, MediaPart
-from services.worker.serving.outbox import Outbox, Page
+from services.worker.serving.outbox import PAGE_TOKENS, Outbox
 from services.worker.serving.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,8 @@ class SessionResponseSink(ResponseSink):
                 token_ids, logprobs
             ):
                 return
-            page = self._outbox.page
+            outbox = self._outbox
+            page = outbox.page
             # First what may raise: a row is added whole or not at all, because all requests share the columns.
             if count == 1:
                 page.token_ids.append(token_ids[0])
@@ -68,12 +69,16 @@ class SessionResponseSink(ResponseSink):
         except Exception:
             self.undeliverable()
             return
-        page.slots.append(self.slot)
-        page.counts.append(count)
+        if plain and page.slots and page.slots[-1] == self.slot:
+            page.counts[-1] += 1
+        else:
+            page.slots.append(self.slot)
+            page.counts.append(count)
         self.delivered += count
         if logprobs:
             page.extras.append((self.slot, Delta(logprobs=logprobs)))
-        self._outbox.ready()
+        if not outbox.woken or len(page.token_ids) >= PAGE_TOKENS:
+            outbox.ready()
 
     def deliver_text(self, text: TextUpdate) -> None:
         if self.detached:
@@ -101,11 +106,15 @@ class WorkerSession:
     Args:
         wake: called when `take` has a message.
         on_overflow: called when the caller does not read; must end the session.
+
+    Attributes:
+        take: returns the next message to send; None when there is none.
     """
 
     def __init__(self, worker: Worker, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
         self._worker = worker
         self._outbox = Outbox(wake, on_overflow)
+        self.take = self._outbox.take
         self._open: dict[int, SessionResponseSink] = {}
         self._pins: dict[int, list[bytes]] = {}
         self._uploads = IncomingMedia(worker.media, worker.max_media_bytes, self._report_drop)
@@ -113,10 +122,6 @@ class WorkerSession:
     async def flush(self) -> None:
         """Returns when all pending output has been sent; the caller sets the deadline."""
         await self._outbox.flush()
-
-    def take(self) -> Page | None:
-        """Returns the next message to send; None when there is none."""
-        return self._outbox.take()
 
     def receive(self, part: MediaPart) -> None:
         """Adds a part of a media file; ignored if the engine takes no media."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import cast
-
-from google.protobuf.message import Message
 
 from services.common.base.errors import SluiceError, invalid
 from services.common.base.packing import pack_u32, unpack_u32
@@ -17,6 +14,7 @@ from services.common.rpc.errors import to_detail
 from services.common.rpc.generation import read_embeds, read_guided, read_sampling, write_logprobs
 from services.common.rpc.media import read_spans
 from services.common.types.hashing import HASH_SCHEME
+from services.common.types.sampling import UNSET
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
 from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
@@ -49,7 +47,7 @@ def read_request(message: worker_pb2.GenerateRequest, find_media: FindMedia) -> 
     Raises:
         SluiceError: INVALID_ARGUMENT when a packed field or the media are malformed, and as raised by `find_media`.
     """
-    prompt = message.WhichOneof("prompt")
+    prompt, output = message.WhichOneof("prompt"), message.output
     spans = message.tokens.media
     return GenerateRequest(
         request_id=message.request_id,
@@ -58,15 +56,15 @@ def read_request(message: worker_pb2.GenerateRequest, find_media: FindMedia) -> 
         text=message.text if prompt == "text" else None,
         messages_json=message.messages_json if prompt == "messages_json" else None,
         embeds=read_embeds(message.embeds) if prompt == "embeds" else None,
-        sampling=read_sampling(message.sampling),
+        sampling=read_sampling(message.sampling) if message.sampling.ByteSize() else UNSET,
         stop=_read_stop(message.stop) if message.HasField("stop") else StopParams(),
-        logprobs=_optional(message.output, "logprobs"),
-        prompt_logprobs=_optional(message.output, "prompt_logprobs"),
-        guided=read_guided(message.guided),
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        guided=read_guided(message.guided) if message.HasField("guided") else None,
         lora=message.lora,
         cache_salt=message.cache_salt,
         priority=message.priority,
-        data_parallel_rank=_optional(message, "data_parallel_rank"),
+        data_parallel_rank=message.data_parallel_rank if message.HasField("data_parallel_rank") else None,
         disaggregation=_read_disaggregation(message.disaggregation) if message.HasField("disaggregation") else None,
         resumed_tokens=message.resumed_tokens,
         media=find_media(read_spans(spans, len(message.tokens.token_ids) // 4)) if spans else (),
@@ -79,10 +77,6 @@ def read_trace(message: common_pb2.TraceContext) -> dict[str, str]:
     return {**telemetry.carrier(message), **({LINK: message.link} if message.link else {})}
 
 
-def _optional(message: Message, name: str) -> int | None:
-    return cast(int, getattr(message, name)) if message.HasField(name) else None
-
-
 def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
     try:
         return to_options(message)
@@ -93,7 +87,7 @@ def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
 
 def _read_stop(message: common_pb2.StopOptions) -> StopParams:
     return StopParams(
-        max_tokens=_optional(message, "max_tokens"),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         min_tokens=message.min_tokens,
         stop_token_ids=frozenset(unpack_u32(message.stop_token_ids, "stop.stop_token_ids")),
         eos_token_ids=tuple(unpack_u32(message.eos_token_ids, "stop.eos_token_ids")),
@@ -126,16 +120,14 @@ def write_page(page: Page, break_off: Callable[[int], SluiceError]) -> worker_pb
         last = [(slot, delta) for slot, delta in extras if delta.finish_reason is not None]
         extras = [*first, *texts, *last]
     try:
-        written = [write_extra(delta, slot) for slot, delta in extras]
+        written = [write_extra(delta, slot) for slot, delta in extras] if extras else []
     except Exception:
         written = _write_each(extras, break_off)
-    return worker_pb2.TokenBatch(
-        slots=pack_u32(page.slots),
-        counts=pack_u32(page.counts),
-        token_ids=pack_u32(page.token_ids),
-        dropped_media=bytes(page.dropped_media),
-        extras=written,
-    )
+    batch = worker_pb2.TokenBatch(dropped_media=bytes(page.dropped_media), extras=written)
+    if page.slots:
+        batch.slots, batch.counts = pack_u32(page.slots), pack_u32(page.counts)
+        batch.token_ids = pack_u32(page.token_ids)
+    return batch
 
 
 def _write_each(
@@ -172,7 +164,7 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
         cached_tokens=delta.cached_tokens,
         cached_tokens_later=delta.cached_later,
         handoff=delta.handoff,
-        prompt_token_ids=pack_u32(delta.prompt_token_ids),
+        prompt_token_ids=pack_u32(delta.prompt_token_ids) if delta.prompt_token_ids else b"",
         logprobs=list(map(write_logprobs, delta.logprobs)),
         prompt_logprobs=list(map(write_logprobs, delta.prompt_logprobs)),
     )

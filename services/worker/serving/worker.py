@@ -163,17 +163,18 @@ class Worker:
         """
         try:
             self.gate.check()
+            config = self.config
             if request.guided is not None and self._grammar is not None:
                 validate_grammar_size(request.guided, self._grammar)
-            request = without_unknown_eos(request, self.config)
-            validate(request, self.config)
+            request = without_unknown_eos(request, config)
+            validate(request, config)
             if request.request_id in self._live:
                 raise invalid(
                     f"A request with id {request.request_id!r} is already running; use a unique id.",
                     param="request_id",
                     code="duplicate_request_id",
                 )
-            request = _with_defaults(request, self.config)
+            request = _with_defaults(request, config)
             if self.processing.makes_prompt_of(request):
                 self._prepare(request, sink, trace or {})
             else:
@@ -211,14 +212,15 @@ class Worker:
         self.processing.begin(request, submit_prepared, sink.fail)
 
     def _submit_to_engine(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str]) -> None:
-        request, prefill_traceparent = opened(_with_bootstrap(request, self.config))
-        span = open_span(request, self.config.role, trace, prefill_traceparent)
+        config = self.config
+        request, prefill_traceparent = opened(_with_bootstrap(request, config))
+        span = open_span(request, config.role, trace, prefill_traceparent)
         context = GenerateContext(request.request_id, trace if span is None else span.carrier)
         params = SinkParams(
             self._ended,
             self._violation,
             lambda payload, traceparent: seal(request, self.worker_id, self.epoch, traceparent, payload),
-            self.config.vocab_size,
+            config.vocab_size,
             self._strict,
         )
         self._live[request.request_id] = sink

@@ -31,15 +31,15 @@ class UnclosedReasoningChain(Chain):
 
     def feed(self, text: str) -> list[Event]:
         events = super().feed(text)
-        if not self.reasoning and self._seen:
+        if not self.reasoning and self._seen.size:
             self._release(events)
         return events
 
     def plain(self, text: str) -> PlainKind:
         kind = self._first.plain(text)
         if kind is Reasoning:
-            return kind if not self._seen and not self._ended and self._scout.plain(text) is Content else None
-        return self._second.plain(text) if kind is Content and not self._seen else None
+            return kind if not self._seen.size and not self._ended and self._scout.plain(text) is Content else None
+        return self._second.plain(text) if kind is Content and not self._seen.size else None
 
     def finish(self) -> list[Event]:
         events = self._forward(self._end_first())
@@ -83,7 +83,7 @@ class UnclosedReasoningChain(Chain):
 
     def _release(self, events: list[Event]) -> None:
         """Returns what is held as reasoning, which is complete."""
-        if self._seen:
+        if self._seen.size:
             events.append(Reasoning(self._seen.take()))
 
     @property

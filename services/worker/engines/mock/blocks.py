@@ -18,27 +18,27 @@ class BlockPool:
     Args:
         total: Number of blocks.
         index: Whether blocks are indexed for reuse.
+
+    Attributes:
+        used: Number of blocks used by sequences.
+        events: Cache events since `take_events`, in order.
     """
 
     def __init__(self, total: int, index: bool = True) -> None:
         self.total = total
+        self.used = 0
+        self.events: list[KvEvent] = []
         self._index = index
         self._references = [0] * total
         self._hash_of: list[int | None] = [None] * total
         self._blocks_by_hash: dict[int, dict[int, None]] = {}
         self._empty = list(range(total - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._events: list[KvEvent] = []
 
     @property
     def available(self) -> int:
         """Number of blocks that can be allocated, including idle ones."""
-        return len(self._empty) + len(self._idle)
-
-    @property
-    def used(self) -> int:
-        """Number of blocks used by sequences."""
-        return self.total - self.available
+        return self.total - self.used
 
     @property
     def cached(self) -> int:
@@ -69,38 +69,49 @@ class BlockPool:
         for block in prefix:
             if self._references[block] == 0:
                 del self._idle[block]
+                self.used += 1
             self._references[block] += 1
 
-    def allocate(self) -> int:
-        """Returns a new block with one reference; evicts the least recently used idle block if none is empty.
+    def allocate(self, count: int) -> list[int]:
+        """Returns new blocks with one reference each; evicts the least recently used idle ones if too few are empty.
 
         Raises:
-            IndexError: When no block is available; check `available` first.
+            IndexError: When fewer are available; check `available` first.
         """
-        if self._empty:
-            block = self._empty.pop()
-        elif self._idle:
+        if count > self.available:
+            raise IndexError("too few KV-cache blocks are available")
+        blocks = self._empty[: -count - 1 : -1]
+        del self._empty[len(self._empty) - len(blocks) :]
+        while len(blocks) < count:
             block, _ = self._idle.popitem(last=False)
             self._evict(block)
-        else:
-            raise IndexError("no KV-cache block is available")
-        self._references[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self._references[block] = 1
+        self.used += count
+        return blocks
 
-    def store(self, block: int, block_hash: int) -> None:
-        """Makes a full, computed block reusable under its hash."""
-        if not self._index or self._hash_of[block] is not None:
+    def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Makes full, computed blocks reusable, each under its hash."""
+        if not self._index:
             return
-        copies = self._blocks_by_hash.setdefault(block_hash, {})
-        copies[block] = None
-        self._hash_of[block] = block_hash
-        if len(copies) > 1:
+        new, blocks_by_hash = array("Q"), self._blocks_by_hash
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if self._hash_of[block] is not None:
+                continue
+            self._hash_of[block] = block_hash
+            if block_hash in blocks_by_hash:
+                blocks_by_hash[block_hash][block] = None
+            else:
+                blocks_by_hash[block_hash] = {block: None}
+                new.append(block_hash)
+        if not new:
             return
-        last = self._events[-1] if self._events else None
+        last = self.events[-1] if self.events else None
         if isinstance(last, BlocksStored):
-            last.hashes.append(block_hash)
+            last.hashes.extend(new)
         else:
-            self._events.append(BlocksStored(array("Q", (block_hash,))))
+            self.events.append(BlocksStored(new))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Removes one reference from each block of a sequence, given in sequence order.
@@ -110,6 +121,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
+                self.used -= 1
                 if self._hash_of[block] is None:
                     self._empty.append(block)
                 else:
@@ -123,11 +135,11 @@ class BlockPool:
         self._blocks_by_hash.clear()
         self._empty.extend(self._idle)
         self._idle.clear()
-        self._events.append(CacheCleared())
+        self.events.append(CacheCleared())
 
     def take_events(self) -> list[KvEvent]:
         """Returns and clears the cache events since the last call, in order."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def _evict(self, block: int) -> None:
@@ -139,8 +151,8 @@ class BlockPool:
         if copies:
             return
         del self._blocks_by_hash[block_hash]
-        last = self._events[-1] if self._events else None
+        last = self.events[-1] if self.events else None
         if isinstance(last, BlocksRemoved):
             last.hashes.append(block_hash)
         else:
-            self._events.append(BlocksRemoved(array("Q", (block_hash,))))
+            self.events.append(BlocksRemoved(array("Q", (block_hash,))))

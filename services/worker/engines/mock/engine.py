@@ -182,7 +182,7 @@ class MockEngine(InProcessEngine):
         """Returns the requested rank, else the one with the fewest requests."""
         if request.data_parallel_rank is not None:
             return self._ranks[request.data_parallel_rank]
-        return min(self._ranks, key=Rank.request_count)
+        return self._ranks[0] if len(self._ranks) == 1 else min(self._ranks, key=Rank.request_count)
 
     def _require_started(self) -> None:
         if not self._ranks:

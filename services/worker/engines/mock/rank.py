@@ -83,7 +83,7 @@ class Rank:
         self._running: dict[str, Sequence] = {}
         self._transfers: dict[str, asyncio.TimerHandle] = {}
         self._unpublished: list[KvEvent] = []
-        self._step = MockStep()
+        self._step: MockStep | None = None
         self._work = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -110,7 +110,8 @@ class Rank:
             self._scheduler.submit(sequence)
         self._running[request_id] = sequence
         operations = self._operations
-        operations.faults = operations.faults.after_arrival(sequence.request.token_ids)
+        if operations.faults.poison is not None:
+            operations.faults = operations.faults.after_arrival(sequence.request.token_ids)
         self.idle.clear()
         self._work.set()
 
@@ -140,11 +141,12 @@ class Rank:
                 await self._work.wait()
                 pacer.resume()
                 continue
-            operations.faults = operations.faults.after_step()
+            if operations.faults.crash_in is not None:
+                operations.faults = operations.faults.after_step()
             self._step = step = scheduler.step(pacer.now)
             self._unpublished += step.events
             await pacer.spend(step.duration_s)
-            self._step = MockStep()
+            self._step = None
             self._statistics.count(step, scheduler.pool.used / scheduler.pool.total)
             self._emit(step)
 
@@ -163,7 +165,8 @@ class Rank:
     @shared_step("mock.emit")
     def _emit(self, step: MockStep) -> None:
         """Pushes the tokens of a step; what one sequence raises ends only that sequence."""
-        self._publish()
+        if self._unpublished:
+            self._publish()
         for sequence, error in step.failed:
             self._fail(sequence, error)
         for sequence, token_id in step.rows:
@@ -171,7 +174,7 @@ class Rank:
             if sink is None:
                 continue  # aborted during the step
             try:
-                if sequence.generated_tokens == 1:
+                if not sequence.has_begun:
                     self._begin(sequence, sink)
                 if sequence.request.logprobs is None:
                     sink.push((token_id,))
@@ -189,7 +192,8 @@ class Rank:
                     del self._running[sequence.request.request_id]
                 except Exception as error:
                     self._fail(sequence, error)
-        self._update_idle()
+        if step.ended:
+            self._update_idle()
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         log.error("a sequence failed", extra={"request": sequence.request.request_id}, exc_info=error)
@@ -197,6 +201,7 @@ class Rank:
         self._end_early(sequence, FinishReason.ERROR, failed)
 
     def _begin(self, sequence: Sequence, sink: Sink) -> None:
+        sequence.has_begun = True
         count = sequence.request.prompt_logprobs
         if count is None:
             sink.begin(sequence.cached_tokens)
@@ -225,7 +230,8 @@ class Rank:
             usage = sequence.usage(undelivered=sequence.generated_tokens)
         else:
             # The current step may have computed a token that is no longer delivered.
-            usage = sequence.usage(sum(1 for row, _ in self._step.rows if row is sequence))
+            rows = self._step.rows if self._step is not None else ()
+            usage = sequence.usage(sum(1 for row, _ in rows if row is sequence))
             self._scheduler.cancel(sequence)
         self._finish(sequence, reason, usage, error=error)
         self._update_idle()

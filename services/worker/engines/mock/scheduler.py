@@ -104,16 +104,17 @@ class MockScheduler:
     @shared_step("mock.step")
     def step(self, now: float) -> MockStep:
         """Runs one step that starts at `now` (seconds of any clock); the result applies to its end."""
-        step = MockStep()
-        decoding = len(self._decoding)
-        cache_use = self.pool.used / self.pool.total
-        self._decode(step)
-        budget = self._max_batched_tokens - decoding
-        budget = self._prefill_running(step, budget)
-        if not step.preempted:
-            self._admit(step, budget, now)
+        step, pool = MockStep(), self.pool
+        decoding, cache_use = len(self._decoding), pool.used / pool.total
+        if decoding:
+            self._decode(step)
+        if self._prefilling or self._waiting:
+            budget = self._prefill_running(step, self._max_batched_tokens - decoding)
+            if not step.preempted:
+                self._admit(step, budget, now)
         step.duration_s = self._timing.step_s(step.prefill_tokens + step.encoder_tokens, decoding, cache_use)
-        step.events = self.pool.take_events()
+        if pool.events:
+            step.events = pool.take_events()
         self._step_s += STEP_SMOOTHING * (step.duration_s - self._step_s)
         return step
 
@@ -149,10 +150,11 @@ class MockScheduler:
                 self._preempt(victim, step)
                 if victim is sequence:
                     return False
-            sequence.blocks.append(self.pool.allocate())
+            sequence.blocks += self.pool.allocate(1)
         full_blocks, remainder = divmod(sequence.token_count, size)
         if remainder == 0:
-            self.pool.store(sequence.blocks[full_blocks - 1], sequence.hashes_upto(full_blocks, size)[full_blocks - 1])
+            last = slice(full_blocks - 1, full_blocks)
+            self.pool.store(sequence.blocks[last], sequence.hashes_upto(full_blocks, size)[last])
         remaining = sequence.total_tokens - sequence.token_count - 1
         if remaining == 0:
             self._end(sequence)
@@ -212,7 +214,7 @@ class MockScheduler:
         if not self.pool.can_hold(prefix, fresh):
             return False
         self.pool.hold(prefix)
-        sequence.blocks = [*prefix, *(self.pool.allocate() for _ in range(fresh))]
+        sequence.blocks = prefix + self.pool.allocate(fresh)
         sequence.computed_tokens = len(prefix) * size
         if sequence.media:
             sequence.begin_encoding()
@@ -236,9 +238,8 @@ class MockScheduler:
         full_blocks_before = sequence.computed_tokens // size
         sequence.computed_tokens += chunk
         full_blocks = sequence.computed_tokens // size
-        hashes = sequence.hashes_upto(full_blocks, size)
-        for index in range(full_blocks_before, full_blocks):
-            self.pool.store(sequence.blocks[index], hashes[index])
+        new = slice(full_blocks_before, full_blocks)
+        self.pool.store(sequence.blocks[new], sequence.hashes_upto(full_blocks, size)[new])
         step.prefill_tokens += chunk
         if sequence.unencoded:
             step.encoder_tokens += sequence.encode_upto(sequence.computed_tokens)

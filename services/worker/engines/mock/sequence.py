@@ -38,6 +38,7 @@ class Sequence:
         cached_tokens: Prompt tokens found in the prefix cache when the sequence was first scheduled.
         handoff_tokens: Output tokens that a prefill worker returned: 0 or 1.
         is_prefilled: Whether the cache comes from a prefill worker and has no blocks yet.
+        has_begun: Whether `sink` knows of the first token.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Sequence:
         "cached_tokens",
         "computed_tokens",
         "handoff_tokens",
+        "has_begun",
         "hashes",
         "is_prefilled",
         "limit",
@@ -74,7 +76,7 @@ class Sequence:
         self.computed_tokens = 0
         self.quiet_steps = 0
         self.blocks: list[int] = []
-        self.media = [item.span for item in request.media]
+        self.media = [item.span for item in request.media] if request.media else []
         self.unencoded: list[MediaSpan] = []
         self.hashes = array("Q")
         self.tokens = array("I")
@@ -84,6 +86,7 @@ class Sequence:
         self.scheduled_at: float | None = None
         self.handoff_tokens = 0
         self.is_prefilled = False
+        self.has_begun = False
 
     def __lt__(self, other: Sequence) -> bool:
         return self.order < other.order
@@ -117,7 +120,7 @@ class Sequence:
                 request.lora,
                 request.cache_salt,
                 parent=self.hashes[-1] if count else None,
-                media=[replace(span, offset=span.offset - first) for span in self.media if span.end > first],
+                media=_media_after(first, self.media) if self.media else (),
             )
         return self.hashes
 
@@ -136,3 +139,8 @@ class Sequence:
     def usage(self, undelivered: int = 0) -> Usage:
         """Returns the token counts, without the last `undelivered` generated tokens."""
         return Usage(self.prompt_tokens, self.generated_tokens - undelivered, self.cached_tokens)
+
+
+def _media_after(first: int, media: list[MediaSpan]) -> list[MediaSpan]:
+    """Returns the media items that end after token `first`, with their offsets from it."""
+    return [replace(span, offset=span.offset - first) for span in media if span.end > first]

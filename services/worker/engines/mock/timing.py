@@ -7,8 +7,9 @@ import json
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
+from types import coroutine
 from typing import Any
 
 from services.common.base.errors import invalid
@@ -131,7 +132,8 @@ def prefill_ms(tokens: int) -> float:
 
 def decode_ms(cache_use: float) -> float:
     """Returns the milliseconds of a decode step, which depend on the cache use rather than the batch size."""
-    return max(1.0, -25.74 * cache_use * cache_use + 54.01 * cache_use + 5.74)
+    fitted = -25.74 * cache_use * cache_use + 54.01 * cache_use + 5.74
+    return fitted if fitted > 1.0 else 1.0
 
 
 class StepPacer:
@@ -148,8 +150,16 @@ class StepPacer:
         """Advances to the real time after a pause, so that idle time is not made up for."""
         self.now = max(self.now, self._loop.time())
 
-    async def spend(self, duration_s: float) -> None:
-        """Waits until a step that started at `now` has ended; always yields to other tasks."""
-        self.now = max(self.now + duration_s, self._loop.time() - MAX_LAG_S)
-        ahead = self.now - self._loop.time()
-        await asyncio.sleep(ahead if ahead >= MIN_SLEEP_S else 0)
+    def spend(self, duration_s: float) -> Awaitable[None]:
+        """Returns what waits until a step that started at `now` has ended; it always yields to other tasks."""
+        real = self._loop.time()
+        end, earliest = self.now + duration_s, real - MAX_LAG_S
+        self.now = end if end > earliest else earliest
+        ahead = self.now - real
+        return asyncio.sleep(ahead) if ahead >= MIN_SLEEP_S else _other_tasks()
+
+
+@coroutine
+def _other_tasks() -> Iterator[None]:
+    """Yields to other tasks once, as `asyncio.sleep(0)` does; it runs after every short step."""
+    yield

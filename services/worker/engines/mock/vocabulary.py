@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +43,34 @@ class MockVocabulary(ABC):
         names = self.special_names
         if not names:
             return self.encode(text)
-        parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+        parts = self._split_at_names(text)
         return [token_id for part in parts for token_id in ([names[part]] if part in names else self.encode(part))]
 
-    @property
+    @cached_property
     def special_names(self) -> dict[str, int]:
         """Special token ids by their text."""
         return {}
+
+    @cached_property
+    def _split_at_names(self) -> Callable[[str], list[str | Any]]:
+        names = sorted(self.special_names, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")").split
 
 
 class _Mistral(MockVocabulary):
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+        from mistral_common.tokens.tokenizers.tekken import is_tekkenizer
 
         self._tokenizer = MistralTokenizer.from_file(str(_mistral_file(path))).instruct_tokenizer.tokenizer
         self.size = self._tokenizer.n_words
         self.special_ids = frozenset(self._tokenizer.special_ids)
         self.eos_ids = (self._tokenizer.eos_id,)
+        self._piece: Callable[[int], bytes] | None = None
+        if is_tekkenizer(self._tokenizer):
+            self._piece = lru_cache(maxsize=self.size)(self._tokenizer.id_to_byte_piece)
 
-    @property
+    @cached_property
     def special_names(self) -> dict[str, int]:
         """See MockVocabulary."""
         return {self._tokenizer.id_to_piece(token_id): token_id for token_id in self.special_ids}
@@ -68,7 +79,11 @@ class _Mistral(MockVocabulary):
         return self._tokenizer.encode(text, bos=False, eos=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids))
+        if self._piece is None:
+            return self._tokenizer.decode(list(ids))
+        # As the library decodes: the text between special ids separately, so that no character spans one of them.
+        runs = groupby(ids, self.special_ids.__contains__)
+        return "".join(b"".join(map(self._piece, run)).decode(errors="replace") for special, run in runs if not special)
 
 
 class _HuggingFace(MockVocabulary):
@@ -82,7 +97,7 @@ class _HuggingFace(MockVocabulary):
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_ids = _declared_eos(path, self._tokenizer)
 
-    @property
+    @cached_property
     def special_names(self) -> dict[str, int]:
         """See MockVocabulary."""
         return {

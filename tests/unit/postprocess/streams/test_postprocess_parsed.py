@@ -352,6 +352,29 @@ def test_parser_that_overrides_feed_alone_sees_every_text() -> None:
     assert said(stream.events).content == "LOUD"
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+async def test_rows_of_streams_in_any_messages_have_the_same_output(data: st.DataObject) -> None:
+    library = VocabularyRegistry([ModelSpec("m", "x")], 60, lambda spec: tekken().vocabulary)
+    await library.load_all()
+    options = {1: OPTIONS, 2: StreamOptions("m", eos_token_ids=frozenset([2])), 3: replace(OPTIONS, stop=("你",))}
+    most = data.draw(st.sampled_from([4, 1 << 16]))
+    outputs = []
+    for together in (1, data.draw(st.integers(2, 200))):
+        session = PostSession(library, SessionLimits(max_row_tokens=most), Metrics(), lambda: None)
+        for slot, each in options.items():
+            session.open(slot, str(slot), each, {})
+        rows = [(slot, token) for token in [*tekken().encode(ANSWER), 2, 7] for slot in options]
+        for start in range(0, len(rows), together):
+            slots, tokens = zip(*rows[start : start + together], strict=True)
+            session.feed(array("I", slots), array("I", [1] * len(slots)), array("I", tokens))
+        batch = session.drain()
+        assert batch is not None
+        outputs.append((batch.text, dict(batch.events), dict(batch.finishes)))
+        await session.aclose()
+    assert outputs[0] == outputs[1]
+
+
 async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_column() -> None:
     library = VocabularyRegistry([ModelSpec("m", "x")], 60, lambda spec: tekken().vocabulary)
     await library.load_all()

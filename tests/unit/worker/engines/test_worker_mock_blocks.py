@@ -18,8 +18,8 @@ def filled(pool: BlockPool, hashes: Iterable[int]) -> list[int]:
     """A sequence that holds one stored block per hash."""
     blocks = []
     for block_hash in hashes:
-        blocks.append(pool.allocate())
-        pool.store(blocks[-1], block_hash)
+        blocks += pool.allocate(1)
+        pool.store(blocks[-1:], [block_hash])
     return blocks
 
 
@@ -48,9 +48,9 @@ def test_the_end_of_the_least_recently_used_prefix_goes_first() -> None:
     pool.release(filled(pool, [1, 2]))
     pool.release(filled(pool, [3, 4]))
     pool.take_events()
-    pool.allocate()
+    pool.allocate(1)
     assert hashes_of(pool.take_events()) == [[2]]
-    pool.allocate()
+    pool.allocate(1)
     assert hashes_of(pool.take_events()) == [[1]]
     assert pool.cached_hashes() == {3, 4}
 
@@ -62,15 +62,15 @@ def test_touching_a_prefix_saves_it_from_eviction() -> None:
     prefix = pool.find_prefix([1], limit=1)
     pool.hold(prefix)
     pool.release(prefix)
-    pool.allocate()
+    pool.allocate(1)
     assert pool.cached_hashes() == {1}
 
 
 def test_exhausted_pool_raises() -> None:
     pool = BlockPool(1)
-    pool.allocate()
+    pool.allocate(1)
     with pytest.raises(IndexError):
-        pool.allocate()
+        pool.allocate(1)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -92,9 +92,8 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.pool.can_hold(prefix, fresh):
             return []
         self.pool.hold(prefix)
-        blocks = [*prefix, *(self.pool.allocate() for _ in range(fresh))]
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            self.pool.store(block, block_hash)
+        blocks = prefix + self.pool.allocate(fresh)
+        self.pool.store(blocks, hashes)
         self.sequences.append(blocks)
         return blocks
 
@@ -111,6 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_in_use_are_those_that_sequences_hold(self) -> None:
         assert self.pool.used == len({block for blocks in self.sequences for block in blocks})
+        assert self.pool.available == self.pool.total - self.pool.used
 
     @invariant()
     def replayed_events_are_the_cache(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from base64 import b64encode
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from services.common.packages import model_files as models
 from services.worker.contract.generation import FinishReason, SamplingParams
@@ -145,6 +147,16 @@ def test_a_script_is_the_whole_answer_with_its_special_tokens(tekken: MockVocabu
     assert answer.stop_token_id == answer.token_ids[-1] == tekken.eos_ids[0]
     cut = TextGenerator(tekken).answer(request(prompt=prompt), 3)
     assert (cut.token_ids, cut.reason) == (answer.token_ids[:3], FinishReason.LENGTH)
+
+
+def test_decoded_ids_are_the_text_of_the_library(tekken: MockVocabulary) -> None:
+    library = Tekkenizer.from_file(models.resolve(models.DEFAULT_SOURCE))
+    chosen = Random(0)
+    cut = tekken.encode("Zürich 🌧")
+    samples = [[1, *cut[:-1], 3, cut[-1]], [], [chosen.randrange(library.num_special_tokens) for _ in range(9)]]
+    samples += [[chosen.randrange(tekken.size) for _ in range(200)] for _ in range(20)]
+    for ids in samples:
+        assert tekken.decode(ids) == library.decode(ids)
 
 
 def test_script_far_before_the_end_of_a_prompt_is_found_and_the_last_one_counts(tekken: MockVocabulary) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.base.errors import ErrorKind
+from services.common.base.errors import ErrorKind, SluiceError
 from services.preprocess.contract.validation import parse_chat
 from services.worker.local_processing.body import read_body
 from tests.support.data.chat_matrix import chats
@@ -94,8 +94,12 @@ def test_every_field_has_its_type(field: str, value: object) -> None:
 
 @given(document=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_any_bytes_are_a_chat_or_a_typed_error(document: bytes) -> None:
-    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
-        read_body(document)
+    refused = ErrorKind.INVALID_ARGUMENT
+    try:
+        read_body(document)  # Hypothesis also draws texts of the sources, and some are chats
+    except SluiceError as error:
+        refused = error.kind
+    assert refused is ErrorKind.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video_url"])

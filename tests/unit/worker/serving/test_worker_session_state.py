@@ -77,7 +77,7 @@ def test_messages_are_cut_to_a_size_that_fits() -> None:
     while (page := box.take()) is not None:
         sizes.append(len(page.token_ids))
     assert sizes == [PAGE_TOKENS] * 3
-    assert box.empty
+    assert not box.pending_tokens
 
 
 def test_a_caller_that_stopped_reading_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +98,22 @@ def test_no_caller_is_waited_for_without_limit() -> None:
     box = Outbox(lambda: None, lambda: given_up.append(1))
     fill(box, outbox.MAX_TOKENS)
     assert given_up == [1]
+
+
+async def test_tokens_that_follow_each_other_in_a_slot_are_one_row() -> None:
+    worker, session = await opened(ScriptedEngine([Delta((5,)), Delta((6,)), Delta((7, 8)), Delta((9,))]))
+    session.start(3, request("a"))
+    await settle(worker)
+    (page,) = pages(session)
+    assert list(rows(page)) == [(3, [5, 6]), (3, [7, 8, 9])]
+
+
+def test_a_caller_is_woken_once_for_each_message() -> None:
+    woken: list[int] = []
+    box = Outbox(lambda: woken.append(1), lambda: None)
+    fill(box, 3 * PAGE_TOKENS)
+    assert woken == [1]
+    assert box.take() is not None
+    box.ready()
+    box.ready()
+    assert woken == [1, 1]
