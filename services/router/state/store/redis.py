@@ -72,6 +72,12 @@ MAX_IDS = 5_000
 """Ids in one call of a script that marks or frees requests."""
 
 
+@lru_cache(maxsize=1_024)  # called for every script
+def _hash_tag(prefix: str, model: str) -> str:
+    # Unescaped braces would end the hash tag.
+    return f"{{{prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
+
+
 def _epoch(epoch: int) -> str:
     return f"{epoch:020d}"  # u64 exceeds Lua's numbers; padded strings compare in the same order
 
@@ -111,8 +117,7 @@ class RedisStore(Store):
         self._reader = RedisClient(self._servers, timeout_s + QUIET_MS / 1000, MAX_FOLLOWED)
 
     def _tag(self, model: str) -> str:
-        # Unescaped braces would end the hash tag.
-        return f"{{{self._prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
+        return _hash_tag(self._prefix, model)
 
     @property
     def _root(self) -> str:
@@ -247,8 +252,8 @@ class RedisStore(Store):
                 key, "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
             )
             changes: list[Change] = []
-            for entry_id, fields in reply[0][1] if reply else ():
-                entry, number = entry_id, number + 1
+            for entry_id, flat in reply[0][1] if reply else ():
+                entry, number, fields = entry_id, number + 1, _pairs(flat)
                 if int(fields[b"n"]) != number:
                     raise FellBehind
                 if (change := _change(fields)) is not None:
