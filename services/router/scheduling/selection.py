@@ -121,7 +121,7 @@ class Selector:
         request = replace(request, query=replace(request.query, cost=replace(request.query.cost, temperature=0.0)))
         slots, limits, snapshot = self._slots_of(workers), self._limits(request, workers), self._load_snapshot(request)
         offers = request.offers(slots, cache_aware if composition.cost == "kv" else load_only, part)
-        ranked = await self._ranker.rank(composition, request, part.value, workers, offers, snapshot)
+        ranked = await self._ranker.rank(composition, request, part.label, workers, offers, snapshot)
         if ranked is None:
             return None
 
@@ -141,7 +141,7 @@ class Selector:
         self, name: str, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
     ) -> Selection:
         slots = self._slots_of(workers)
-        policy = self._policies.get(name, request.query.model, part.value)
+        policy = self._policies.get(name, request.query.model, part.label)
         limits = self._limits(request, workers)
         overlaps = distinct_overlaps(slots, request.overlaps)
         offered, snapshot = policy.offered(slots), None

@@ -39,7 +39,8 @@ class RankCache:
     @property
     def blocks(self) -> int:
         """Number of blocks held, counted once per tier."""
-        return sum(map(len, self.tiers))
+        device, host, disk = self.tiers
+        return device.count + host.count + disk.count
 
     def admit(self, epoch: int, sequence: int) -> ApplyResult:
         """Returns APPLIED if a batch with this sequence number is the next one, else the reason to reject it."""

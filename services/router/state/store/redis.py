@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from random import Random
 
 from services.common.redis.servers import RedisServers
@@ -68,8 +69,13 @@ MAX_FOLLOWED = 1_000
 """Models whose changes a router follows at the same time; further ones wait for their turn."""
 NEVER = 1e15  # a load that is never reached; stands for infinity, which scripts do not accept
 NO_LIMITS = Limits(NEVER, NEVER, NEVER)
+NO_OWNER = Owner("", 0)
 MAX_IDS = 5_000
 """Ids in one call of a script that marks or frees requests."""
+
+
+_LIMITS, _GROUP = attrgetter("limits"), attrgetter("group")
+_RESULTS = {result.value.encode(): result for result in ApplyResult}
 
 
 @lru_cache(maxsize=1_024)  # called for every script
@@ -270,21 +276,23 @@ class RedisStore(Store):
             len(offers),
             "*" if terms.allowed is None else "",
             terms.output,
-            *_owner(terms.owner),
-            "1" if (limited := any(offer.limits for offer in offers)) else "",
-            "1" if (grouped := any(offer.group for offer in offers)) else "",
+            *(terms.owner or NO_OWNER),
+            "1" if (limited := any(map(_LIMITS, offers))) else "",
+            "1" if (grouped := any(map(_GROUP, offers))) else "",
             self._replica,
             *terms.order,
         ]
         numbers: list[float] = []
+        fields: list[str] = []
         for offer in offers:
+            fields.append(offer.slot.field)
             numbers += (offer.uncached, offer.added, offer.held, offer.book_prefill, offer.book_decode)
             if limited:
                 numbers += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
             if grouped:
                 numbers.append(offer.group)
         args.append(struct.pack(f"<{len(numbers)}d", *numbers))
-        args += [offer.slot.field for offer in offers]
+        args += fields
         args += terms.allowed or ()
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
         if not field:
@@ -303,7 +311,7 @@ class RedisStore(Store):
             reservation.decode,
             reservation.expires_unix_ms,
             reservation.output,
-            *_owner(reservation.owner),
+            *(reservation.owner or NO_OWNER),
         )
 
     async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
@@ -371,11 +379,7 @@ class RedisStore(Store):
 
 
 def _applied(reply: tuple[bytes, int]) -> Applied:
-    return Applied(ApplyResult(reply[0].decode()), reply[1])
-
-
-def _owner(owner: Owner | None) -> Owner:
-    return owner or Owner("", 0)
+    return Applied(_RESULTS[reply[0]], reply[1])
 
 
 def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
