@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import lt
 from random import Random
+from typing import Any
 
 from services.common.base.errors import unavailable
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker
@@ -97,7 +98,9 @@ class Selector:
         """Returns the name of the policy that applies to a query."""
         return query.policy or self._composed.file.policy_of(query.model) or self._config.policy
 
-    async def select(self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
+    def select(
+        self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Coroutine[Any, Any, Selection]:
         """Chooses among the ranks of at least one worker.
 
         Raises:
@@ -106,9 +109,14 @@ class Selector:
         """
         name = self.policy_of(request.query)
         if (composition := self._composed.find(name)) is None:
-            return await self._select_built_in(name, request, part, workers)
+            return self._select_built_in(name, request, part, workers)
         if not request.place:  # finds the request's reservation, if any, whatever the order
-            return await self._select_built_in("kv", request, part, workers)
+            return self._select_built_in("kv", request, part, workers)
+        return self._select_composed_or_built_in(composition, request, part, workers)
+
+    async def _select_composed_or_built_in(
+        self, composition: Composition, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Selection:
         if (selection := await self._select_composed(composition, request, part, workers)) is not None:
             return selection
         selection = await self._select_built_in("kv", request, part, workers)
@@ -187,7 +195,9 @@ class Selector:
                 if snapshot is not None and choice.expires_unix_ms and not choice.repeated:
                     snapshot.add(offer for offer in offers if offer.slot == choice.slot)
                 overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
-                best = max(each.blocks for each in overlaps)
+                best = 0
+                for each in overlaps:
+                    best = max(best, each.device + each.host + each.disk)
                 return Selection(worker, choice, overlap, best, degraded, offers, scores)
             await self._reservations.free(request.query.model, [_request_id(request, part)])
         raise unavailable(f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers")

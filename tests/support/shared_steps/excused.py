@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EXCUSED: dict[str, list[str]] = {
     "its rows all belong to one stream, request, worker or peer": [
+        "services/common/rpc/call_server.py:MultiplexedCallServer._answer",
         "services/common/rpc/replicas.py:ReplicaSet.call",
         "services/common/rpc/replicas.py:_first_response",
         "services/common/rpc/replicas.py:_typed",
@@ -122,6 +123,7 @@ EXCUSED: dict[str, list[str]] = {
         "services/router/state/store/redis_client.py:RedisClient._at_hand",
         "services/router/state/store/redis_client.py:RedisClient._connected",
         "services/router/state/store/redis_client.py:RedisClient._fail",
+        "services/router/state/store/redis_client.py:RedisClient._report_refusals",
         "services/router/state/store/redis_client.py:RedisClient._run_lane",
         "services/router/state/store/redis_client.py:RedisClient.close",
         "services/router/state/store/redis_client.py:RedisClient.run_many",

@@ -11,13 +11,16 @@ from services.router.state.kv_index.tier import RankTierBlocks
 
 
 class ApplyResult(Enum):
-    """Result of applying a batch or snapshot."""
+    """Result of applying a batch or snapshot; `label` is its value, read for every batch."""
 
     APPLIED = "applied"
     DUPLICATE = "duplicate"  # sequence number already applied: nothing changed
     GAP = "gap"  # an earlier batch is missing: nothing changed, a snapshot is needed
     STALE = "stale"  # unknown worker or different epoch: nothing changed
     OVERFLOW = "overflow"  # more blocks than the model card allows: the worker's events are wrong
+
+    def __init__(self, label: str) -> None:
+        self.label = label
 
 
 class RankCache:

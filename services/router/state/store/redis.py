@@ -10,10 +10,11 @@ import logging
 import struct
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from random import Random
+from typing import Any
 
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import Credentials, parse
@@ -219,7 +220,7 @@ class RedisStore(Store):
             )
             for batch in batches
         ]
-        return [_applied(reply) for reply in await self._client.run_many("apply", self._tag(model), calls)]
+        return list(map(_applied, await self._client.run_many("apply", self._tag(model), calls)))
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
         reply = await self._bulk.run(
@@ -314,11 +315,11 @@ class RedisStore(Store):
             *(reservation.owner or NO_OWNER),
         )
 
-    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        return await self._finish("mark", model, request_ids)
+    def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> Coroutine[Any, Any, list[str]]:
+        return self._finish("mark", model, request_ids)
 
-    async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        return await self._finish("free", model, request_ids)
+    def free(self, model: str, request_ids: Sequence[str]) -> Coroutine[Any, Any, list[str]]:
+        return self._finish("free", model, request_ids)
 
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
         unknown: list[str] = []

@@ -43,13 +43,14 @@ class _Batch:
         SluiceError: INTERNAL if a call cannot be sent, which is logged.
 
     Attributes:
-        result: the list of replies.
+        result: the reply if there is only one call by itself, else the list of replies.
     """
 
-    __slots__ = ("_calls", "_script", "commands", "result", "tag")
+    __slots__ = ("_alone", "_calls", "_script", "commands", "result", "tag")
 
-    def __init__(self, script: Script, tag: str, calls: Sequence[Sequence[Argument]]) -> None:
+    def __init__(self, script: Script, tag: str, calls: Sequence[Sequence[Argument]], alone: bool) -> None:
         self.tag = tag
+        self._alone = alone
         self._script = script
         self._calls = calls
         self.commands: list[bytes] = []
@@ -59,7 +60,7 @@ class _Batch:
         except Exception as error:
             log.exception("a call of the script %s cannot be sent to Redis", script.name)
             raise internal("The router cannot send this request to its store; see the log of the router.") from error
-        self.result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def in_full(self, at: int) -> bytes:
         """Returns a call with the text of the script, which the server then caches."""
@@ -77,7 +78,7 @@ class _Batch:
                 self.fail(_reason(reply))
                 return
         if not self.result.done():
-            self.result.set_result(replies)
+            self.result.set_result(replies[0] if self._alone else replies)
 
 
 class Connection:
@@ -134,9 +135,7 @@ class _Exchange:
         return [batch.in_full(place) for batch, place in map(calls.__getitem__, self.unknown)]
 
     def completed(self, replies: list[Any]) -> list[Any]:
-        """Returns the last reply to every call."""
-        if not self.unknown:
-            return replies
+        """Returns the last reply to every call, once the replies to those that were sent again are there."""
         for at, reply in zip(self.unknown, replies, strict=True):
             self.replies[at] = reply
         return self.replies
@@ -195,24 +194,23 @@ class RedisClient:
             raise StoreUnavailable(_reason(error)) from error
         self._idle.append(connection)
         if isinstance(reply, Exception):
-            self._servers.report(reply, connection.address, connection.borrowed.epoch)
+            self._report_refusals(connection, [reply])
             raise StoreUnavailable(_reason(reply)) from reply
         return reply
 
-    async def run(self, name: str, tag: str, *args: Argument) -> Any:
+    def run(self, name: str, tag: str, *args: Argument) -> asyncio.Future[Any]:
         """Runs a script on the keys of a hash tag."""
-        (result,) = await self._enqueue(name, tag, (args,))
-        return result
+        return self._enqueue(_Batch(self._scripts[name], tag, (args,), alone=True))
 
     async def run_many(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> list[Any]:
         """Runs a script several times in order, in one round trip if possible."""
         results: list[Any] = []
         for start in range(0, len(calls), MAX_AT_ONCE):
-            results += await self._enqueue(name, tag, calls[start : start + MAX_AT_ONCE])
+            batch = _Batch(self._scripts[name], tag, calls[start : start + MAX_AT_ONCE], alone=False)
+            results += await self._enqueue(batch)
         return results
 
-    def _enqueue(self, name: str, tag: str, calls: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
-        batch = _Batch(self._scripts[name], tag, calls)
+    def _enqueue(self, batch: _Batch) -> asyncio.Future[Any]:
         if len(self._waiting) >= MAX_WAITING:
             batch.fail(f"{MAX_WAITING} calls are queued")
             return batch.result
@@ -266,13 +264,16 @@ class RedisClient:
             if (error := replied.exception()) is not None:
                 self._fail(exchange, error)
                 return
-            replies = exchange.completed(replied.result())
-            refusals = [reply for reply in replies if isinstance(reply, Exception)]
-            if refusals and (again := exchange.in_full(replies)):
-                self._send(exchange, connection, again)
-                return
-            for refusal in {type(refusal): refusal for refusal in refusals}.values():
-                self._servers.report(refusal, connection.address, connection.borrowed.epoch)
+            replies, refused = replied.result(), False
+            if exchange.unknown:
+                replies = exchange.completed(replies)
+            for reply in replies:
+                refused = refused or isinstance(reply, Exception)
+            if refused:
+                if again := exchange.in_full(replies):
+                    self._send(exchange, connection, again)
+                    return
+                self._report_refusals(connection, replies)
         except Exception as mistake:
             self._fail(exchange, mistake)
             return
@@ -281,6 +282,10 @@ class RedisClient:
         for batch in exchange.batches:
             batch.complete(replies[at : (at := at + len(batch.commands))])
         self._end(exchange)
+
+    def _report_refusals(self, connection: Connection, replies: list[Any]) -> None:
+        for refusal in {type(reply): reply for reply in replies if isinstance(reply, Exception)}.values():
+            self._servers.report(refusal, connection.address, connection.borrowed.epoch)
 
     def _fail(self, exchange: _Exchange, error: BaseException) -> None:
         if exchange.on is not None:
@@ -298,8 +303,12 @@ class RedisClient:
     def _end(self, exchange: _Exchange) -> None:
         self._under_way.discard(exchange)
         exchange.turn.discard(exchange)
-        if not exchange.turn:
+        if exchange.turn:
+            return
+        if self._waiting:
             self._run_lane()
+        else:
+            self._busy_lanes -= 1
 
     def _at_hand(self, address: Address | None) -> Connection | None:
         """Returns an idle connection to a server that is known to be usable; None if there is none."""

@@ -14,13 +14,12 @@ from hiredis import Reader
 from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import InvalidResponse
 
+from services.common.base.moving_deadline import MovingDeadline
 from services.common.redis.failures import is_closed
 
 
 class RedisPipe(asyncio.Protocol):
     """Sends commands on a connected connection, and returns their replies in order; one exchange at a time.
-
-    One timer serves many exchanges: when it fires and there is another exchange by then, it starts again.
 
     Args:
         connection: of redis.asyncio with hiredis, connected; nothing else may use it as long as it is open.
@@ -34,8 +33,7 @@ class RedisPipe(asyncio.Protocol):
         self._found: list[Any] = []
         self._wanted = 0
         self._done: asyncio.Future[list[Any]] | None = None
-        self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = MovingDeadline(self._on_late)
         self.lost = self._transport.is_closing()
         self._transport.set_protocol(self)
 
@@ -57,12 +55,7 @@ class RedisPipe(asyncio.Protocol):
         if self.lost:
             self._fail(ConnectionLost("closed while idle"))
             return done
-        if self._timer is not None and deadline < self._deadline:
-            self._timer.cancel()
-            self._timer = None
-        self._deadline = deadline
-        if self._timer is None:
-            self._timer = self._loop.call_at(deadline, self._on_time)
+        self._deadline.move(deadline)
         try:
             self._transport.writelines(commands)
         except RuntimeError as error:
@@ -71,34 +64,27 @@ class RedisPipe(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes replies."""
-        found, wanted = self._found, self._wanted
         try:
             self._replies.feed(data)
-            while len(found) < wanted and (reply := self._replies.gets()) is not False:
-                found.append(reply)
+            while self._wanted and (reply := self._replies.gets()) is not False:
+                self._found.append(reply)
+                self._wanted -= 1
         except InvalidResponse as error:
             self._fail(error)
             self._transport.abort()
             return
-        if len(found) == wanted and self._done is not None and not self._done.done():
-            self._done.set_result(found)
+        if not self._wanted and self._done is not None and not self._done.done():
+            self._done.set_result(self._found)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fails an exchange under way."""
         self.lost = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadline.close()
         self._streams.connection_lost(exc)
         self._fail(ConnectionLost("closed by the server"))
 
-    def _on_time(self) -> None:
-        self._timer = None
-        if self._done is None or self._done.done():
-            return
-        if self._deadline > self._loop.time():
-            self._timer = self._loop.call_at(self._deadline, self._on_time)
-        else:
-            self._fail(TimeoutError())
+    def _on_late(self) -> None:
+        self._fail(TimeoutError())
 
     def _fail(self, error: Exception) -> None:
         if self._done is not None and not self._done.done():
