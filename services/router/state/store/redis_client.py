@@ -177,7 +177,10 @@ class RedisClient:
                 batch.fail("closed")
         self._fail_waiting("closed")
         await self._tasks.close()
-        self._idle.clear()
+        connections = [exchange.on for exchange in under_way if exchange.on is not None] + self._idle
+        self._idle = []
+        for connection in connections:
+            await self._connections.give_back(connection.borrowed, usable=False)
         await self._connections.close()
 
     async def command(self, key: str, *command: Argument) -> Any:
