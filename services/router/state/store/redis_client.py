@@ -260,13 +260,13 @@ class RedisClient:
     @shared_step("router.redis_scripts")
     def _received(self, exchange: _Exchange, replied: asyncio.Future[list[Any]]) -> None:
         """Completes the batches of an exchange, once the server has run those whose script it lacked."""
-        connection = exchange.on
+        connection, error = exchange.on, replied.exception()
         if exchange not in self._under_way or connection is None:
             return  # the client was closed
+        if error is not None:
+            self._fail(exchange, error)
+            return
         try:
-            if (error := replied.exception()) is not None:
-                self._fail(exchange, error)
-                return
             replies, refused = replied.result(), False
             if exchange.unknown:
                 replies = exchange.completed(replies)
