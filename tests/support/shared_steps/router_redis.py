@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 from services.common.base.errors import SluiceError
 from services.common.redis.servers import Borrowed, RedisServers
@@ -29,7 +30,7 @@ class _Client(RedisClient):
     """Connects to nothing."""
 
     async def _connect(self, key: str, deadline: float) -> Connection:
-        return Connection(Borrowed(("127.0.0.1", 1), 0, None, None), cast(RedisPipe, _Pipe()), 0)
+        return Connection(Borrowed(("127.0.0.1", 1), 0, AsyncMock(), AsyncMock()), cast(RedisPipe, _Pipe()), 0)
 
 
 @rig("router.redis_scripts")
