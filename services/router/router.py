@@ -171,7 +171,9 @@ class Router:
 
         async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
-            ready = replace(await pending.ready(), waited_ms=int((time.monotonic() - started) * 1000))
+            ready, waited_ms = await pending.ready(), int((time.monotonic() - started) * 1000)
+            if ready.waited_ms != waited_ms:
+                ready = replace(ready, waited_ms=waited_ms)
             return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
 
         try:
@@ -188,7 +190,7 @@ class Router:
     async def _tokenize(self, query: Query) -> tuple[Query, str]:
         """Returns the query with a tokenized prompt, and why it has only the prompt's length (empty: it has tokens)."""
         if not query.tokenize_ms:
-            return await self._with_tokens(query), ""
+            return await self._with_tokens(query) if _is_body(query.prompt) else query, ""
         try:
             async with asyncio.timeout(query.tokenize_ms / 1000):
                 return await self._with_tokens(query), ""
@@ -212,13 +214,7 @@ class Router:
         Raises:
             SluiceError: INVALID_ARGUMENT if the prompt is given in more than one form.
         """
-        body = bool(prompt.openai_body) or prompt.body is not None
-        if bool(prompt.token_ids) + bool(prompt.block_hashes) + body > 1:
-            raise invalid(
-                "The prompt is given in more than one form; send only one of token_ids, block_hashes and openai_body.",
-                param="prompt",
-            )
-        if not prompt.openai_body and prompt.body is None:
+        if not _is_body(prompt):
             return prompt
         _, workers = self._serving(model)
         return await self._tokenize_body(model, prompt, workers, ids)
@@ -326,6 +322,17 @@ class Router:
             self.decisions.add(decision)
 
 
+def _is_body(prompt: Prompt) -> bool:
+    """Returns whether a prompt has to be tokenized; raises SluiceError (INVALID_ARGUMENT) for one of several forms."""
+    body = bool(prompt.openai_body) or prompt.body is not None
+    if bool(prompt.token_ids) + bool(prompt.block_hashes) + body > 1:
+        raise invalid(
+            "The prompt is given in more than one form; send only one of token_ids, block_hashes and openai_body.",
+            param="prompt",
+        )
+    return body
+
+
 class _PendingQuery:
     """A query whose prompt is tokenized once, when its model has workers."""
 
@@ -350,7 +357,8 @@ class _PendingQuery:
 
     async def ready(self) -> Query:
         """Returns the query with tokens; raises SluiceError if its prompt cannot be tokenized."""
-        await self.prepare()
+        if not self._done:
+            await self.prepare()
         if self._error is None:
             return self.query
         error, self._error, self._done = self._error, None, False

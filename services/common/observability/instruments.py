@@ -111,7 +111,7 @@ class Counter(Instrument):
 
     def add(self, amount: float, labels: Mapping[str, str] = NO_LABELS) -> None:
         """Adds to the value of these labels."""
-        key = self._bounds.values(labels)
+        key = self._bounds.values(labels) if self.declared.labels else ()
         with self._lock:
             self._counts[key] = self._counts.get(key, 0.0) + amount
 
@@ -138,7 +138,7 @@ class Histogram(Instrument):
 
     def record(self, value: float, labels: Mapping[str, str] = NO_LABELS) -> None:
         """Records one observation."""
-        key = self._bounds.values(labels)
+        key = self._bounds.values(labels) if self.declared.labels else ()
         bucket = bisect_left(self._edges, value)
         with self._lock:
             counts = self._counts.get(key)

@@ -44,6 +44,7 @@ class LabelBounds:
     def __init__(self, labels: Sequence[Label]) -> None:
         self._labels = tuple(labels)
         self._names = tuple(label.name for label in labels)
+        self._missing = ("",) * len(self._names)
         self._closed = {label.name: frozenset(label.values) for label in labels if label.values}
         self._open: dict[str, set[str]] = {label.name: set() for label in labels if not label.values}
         self._recorded: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -51,10 +52,7 @@ class LabelBounds:
 
     def values(self, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Returns the bounded values in declared order; a missing one is empty."""
-        if tuple(labels) == self._names:
-            given = tuple(labels.values())
-        else:
-            given = tuple([labels.get(name, "") for name in self._names])
+        given = tuple(map(labels.get, self._names, self._missing))
         recorded = self._recorded.get(given)
         return recorded if recorded is not None else self._bounded(given)
 

@@ -105,16 +105,21 @@ def classify(error: BaseException) -> Failure:
     return next((failure for start, failure in _BY_TEXT if text.startswith(start)), Failure.REFUSED)
 
 
-@contextmanager
-def closed_is_lost() -> Iterator[None]:
-    """Raises ConnectionError, which FAILURES includes, for a connection that is found closed.
+def is_closed(error: RuntimeError) -> bool:
+    """Returns whether a write failed because its connection is closed.
 
     uvloop raises a bare RuntimeError on writes to a connection that was reset while idle, and redis-py does not always
-    check first. Other RuntimeErrors are programming errors and propagate.
+    check first. Other RuntimeErrors are programming errors.
     """
+    return _CLOSED in str(error)
+
+
+@contextmanager
+def closed_is_lost() -> Iterator[None]:
+    """Raises ConnectionError, which FAILURES includes, for a connection that is found closed."""
     try:
         yield
     except RuntimeError as error:
-        if _CLOSED not in str(error):
+        if not is_closed(error):
             raise
         raise ConnectionLost(f"closed while idle: {error}") from error

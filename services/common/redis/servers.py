@@ -65,19 +65,20 @@ class RedisServers:
         Raises:
             ConnectionError: none can be found.
         """
-        address = self._masters.address(key)
+        address = self.known(key)
         if address is None:
             await self.search()
             address = self._masters.address(key)
             if address is None:
                 raise ConnectionLost("no master serves the key's hash slot")
-        elif time.monotonic() - self._found_at > REFRESH_S:
-            self._start_search()
         return address
 
     def known(self, key: str) -> Address | None:
-        """Returns the master that served a key when last looked for; None if none is known."""
-        return self._masters.address(key)
+        """Returns the master that served a key when last looked for, now and then also looks again; None: unknown."""
+        address = self._masters.address(key)
+        if address is not None and time.monotonic() - self._found_at > REFRESH_S:
+            self._start_search()
+        return address
 
     def epoch(self, address: Address) -> int:
         """Returns the epoch of a server; connections opened in an earlier one must not be used."""

@@ -88,7 +88,7 @@ class MultiplexedCallServer(Generic[A]):
 
     async def _answer(self, call: Any) -> None:
         try:
-            metadata = tuple(call.metadata.items())
+            metadata = [(key, call.metadata[key]) for key in call.metadata]
             telemetry.name_request(metadata)
             answer = self._make_answer(number=call.number, response=await self._handle(call.request, metadata))
         except SluiceError as error:

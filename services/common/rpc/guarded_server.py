@@ -45,8 +45,12 @@ class GuardedServer(grpc.aio.Server):
         self._server.add_generic_rpc_handlers(tuple(map(_GuardedHandlers, generic_rpc_handlers)))
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        guarded = {method: with_guard(handler) for method, handler in method_handlers.items()}
-        self._server.add_registered_method_handlers(service_name, guarded)
+        """Adds the handlers as generic ones.
+
+        gRPC waits for the next call of each registered method by itself, and every call costs some work for each method
+        of the server.
+        """
+        self.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, dict(method_handlers)),))
 
     def add_insecure_port(self, address: str) -> int:
         return self._server.add_insecure_port(address)

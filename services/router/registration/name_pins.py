@@ -47,13 +47,14 @@ class NamePin:
 
     Attributes:
         known: as last read; None: the name belongs to no tokenizer.
+        due: when it is to be renewed, seconds of the monotonic clock.
     """
 
     def __init__(self, store: Store, health: StoreHealth, ttl_ms: int) -> None:
         self._store = store
         self._health = health
         self._ttl_ms = ttl_ms
-        self._due = 0.0
+        self.due = 0.0
         self.known: Pinned | None = None
 
     async def read(self, worker: Worker) -> None:
@@ -62,8 +63,8 @@ class NamePin:
 
     async def renew(self, worker: Worker) -> None:
         """Binds the name to the tokenizer of a worker that receives requests, or renews the pin, now and then."""
-        if time.monotonic() >= self._due and self._health.available:
-            self._due = time.monotonic() + min(self._ttl_ms / 1000 / RENEWALS, 60.0)
+        if time.monotonic() >= self.due and self._health.available:
+            self.due = time.monotonic() + min(self._ttl_ms / 1000 / RENEWALS, 60.0)
             await self.pin(worker)
 
     async def pin(self, worker: Worker) -> None:

@@ -150,7 +150,8 @@ class WorkerStream:
         self._flood.count(len(messages), sum(map(hashes_of, messages)))
         await self._join_again()
         replies = Replies()
-        self._request_unstored(replies)
+        if self._unstored:
+            self._request_unstored(replies)
         batches: list[EventBatch] = []
         report: LoadReport | None = None
         for message in messages:
@@ -215,7 +216,8 @@ class WorkerStream:
 
     async def _join_again(self) -> None:
         """Decides again, now and then, for a worker that is set aside or may have to give way; renews the pin."""
-        await self._pin.renew(self.worker)
+        if time.monotonic() >= self._pin.due:
+            await self._pin.renew(self.worker)
         if not (self.worker.set_aside or self.worker.named_by_server) or time.monotonic() < self._join_at:
             return
         self._join_at = time.monotonic() + JOIN_EVERY_S
@@ -303,7 +305,7 @@ class WorkerStream:
             return
         results = await self._applied(ready, replies)
         for batch, (outcome, sequence) in zip(ready, results, strict=True):
-            replies.outcomes[outcome.value] += 1
+            replies.outcomes[outcome.label] = replies.outcomes.get(outcome.label, 0) + 1
             await self._settle(batch, outcome, sequence, replies)
 
     async def _applied(self, batches: Sequence[EventBatch], replies: Replies) -> list[Applied]:

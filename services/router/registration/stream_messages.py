@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from services.common.base.errors import ErrorKind, SluiceError
+from services.common.base.moving_deadline import MovingDeadline
 from services.common.rpc.session import WINDOW_S as FRAMES_WINDOW_S
 from services.common.rpc.session import FramePace
 from services.router.state.kv_index.events import HASH_BYTES, EventBatch, Tier
@@ -72,7 +73,7 @@ class Replies:
 
     acks: dict[int, int] = field(default_factory=dict)
     resyncs: dict[int, str] = field(default_factory=dict)
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
 
 
 class Inbox(Generic[T]):
@@ -90,26 +91,36 @@ class Inbox(Generic[T]):
         self._size = size
         self._bytes = 0
         self._items: deque[T] = deque()
-        self._ready = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None
+        self._silence = MovingDeadline(self._on_silence)
         self._space = asyncio.Event()
-        self._space.set()
+        self._full = False
         self._ended = False
         self._error: SluiceError | None = None
 
     async def put(self, item: T) -> None:
         """Adds an item, after waiting for space."""
-        await self._space.wait()
+        while self._full:
+            await self._space.wait()
         self._items.append(item)
         self._bytes += self._size(item)
         if len(self._items) >= self._limit or self._bytes >= self._max_bytes:
+            self._full = True
             self._space.clear()
-        self._ready.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     def end(self, error: SluiceError | None = None) -> None:
         """Closes the inbox. With an error, the next `take` raises that instead of returning the queued items."""
         self._ended = True
         self._error = self._error or error
-        self._ready.set()
+        self._silence.close()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def _on_silence(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_exception(TimeoutError())
 
     async def take(self, timeout_s: float) -> list[T]:
         """Waits for items and returns all of them; returns an empty list after the end.
@@ -119,7 +130,13 @@ class Inbox(Generic[T]):
             TimeoutError: no item arrived in time.
         """
         if not self._items and not self._ended:
-            await asyncio.wait_for(self._ready.wait(), timeout_s)
+            loop = asyncio.get_running_loop()
+            self._arrived = loop.create_future()
+            self._silence.move(loop.time() + timeout_s)
+            try:
+                await self._arrived
+            finally:
+                self._arrived = None
         items = list(self._items)
         self._items.clear()
         self._bytes = 0
@@ -129,9 +146,9 @@ class Inbox(Generic[T]):
                 raise error
             finally:
                 del error  # its traceback refers to this frame and to the stream
-        if not self._ended:
-            self._ready.clear()
-        self._space.set()
+        if self._full:
+            self._full = False
+            self._space.set()
         return items
 
 

@@ -95,7 +95,7 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
         scope=scope,
         deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
         fallbacks=min(request.fallbacks, MAX_FALLBACKS),
-        headers={name.lower(): value for name, value in request.headers.items()},
+        headers={name.lower(): value for name, value in request.headers.items()} if request.headers else {},
         role=_ROLES[request.role],
     )
 
@@ -151,13 +151,17 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
                 policy_score=score.policy_score,
             )
             for score in route.scores
-        ],
+        ]
+        if route.scores
+        else None,
         headers=headers_of(route),
         token_ids=prompt.token_ids,
         block_hashes=prompt.block_hashes,
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
-        fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
+        fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks]
+        if route.fallbacks
+        else None,
         router_hint=None
         if peer is None
         else router_pb2.PeerHint(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
@@ -37,6 +38,8 @@ INBOX_LIMIT = 256  # messages of one worker received but not handled yet
 WRITE_TIMEOUT_S = 10.0
 DEFAULT_DECISIONS = 100
 QUEUES_EVERY_S = 0.25
+
+_RESERVATION_ID = attrgetter("reservation_id")
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q", bound=Message)
@@ -164,7 +167,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def FreeRequest(self, request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
         scope = identity.current.get().scope
         ids = within(scope, request.reservation_ids)
-        theirs = frozenset(within(scope, (each.reservation_id for each in request.outcomes)))
+        theirs = frozenset(within(scope, map(_RESERVATION_ID, request.outcomes)))
         outcomes = [query_messages.outcome_of(each) for each in request.outcomes if each.reservation_id in theirs]
         unknown = await self._router.lifecycle.free(ids, outcomes)
         return router_pb2.FreeRequestResponse(unknown=unknown + len(request.reservation_ids) - len(ids))
@@ -311,7 +314,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             attached = router_pb2.Attached(
                 lease_ms=lease_ms, heartbeat_interval_ms=lease_ms // HEARTBEATS_PER_LEASE, sequences=sequences
             )
-            await asyncio.wait_for(context.write(router_pb2.AttachResponse(attached=attached)), WRITE_TIMEOUT_S)
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await context.write(router_pb2.AttachResponse(attached=attached))
             await self._handle_messages(attachment, open_stream.inbox, context)
         except SluiceError as error:
             if not self._stopped:
@@ -324,6 +328,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise
         finally:
             self._open_streams.discard(open_stream)
+            open_stream.inbox.end()
             self._router.worker_manager.detach(attachment)
             reading.cancel()
 
@@ -352,7 +357,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if replies.resyncs:
                 metrics.resyncs.add(len(replies.resyncs))
             for message in messages.replies_of(replies):
-                await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await context.write(message)
 
 
 def _not_allowed(caller: Caller, worker_id: str) -> SluiceError:

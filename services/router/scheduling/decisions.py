@@ -90,7 +90,7 @@ class Decisions:
 
 def decision_on(query: Query, route: RouteResult) -> Decision:
     """Returns the record of a decision on a query with tokens, made now."""
-    prefill = route.prefill_worker
+    prefill, predicted = route.prefill_worker, route.predicted_cached_tokens
     prefill_slot = None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank)
     slot: WorkerRank | None = WorkerRank(route.worker.worker_id, route.rank)
     if route.half is Role.PREFILL:
@@ -102,7 +102,7 @@ def decision_on(query: Query, route: RouteResult) -> Decision:
         slot,
         route.worker.address if slot is not None else "",
         prompt_tokens=route.prompt_tokens,
-        predicted_cached_tokens=route.predicted_cached_tokens,
+        predicted_cached_tokens=predicted,
         best_cached_tokens=route.best_cached_tokens,
         decided_unix_ms=time.time_ns() // 1_000_000,
         decision_us=round(route.seconds * 1e6),
@@ -113,5 +113,5 @@ def decision_on(query: Query, route: RouteResult) -> Decision:
         prefill_slot=prefill_slot,
         prefill_address=prefill.address if prefill else "",
         media_items=len(query.prompt.media),
-        cached_media_items=items_within(query.prompt.media, route.predicted_cached_tokens),
+        cached_media_items=items_within(query.prompt.media, predicted),
     )

@@ -80,12 +80,11 @@ class RequestLifecycle:
             model, request_id = request_of(reservation)
             if (view := self._synchronizer.find(model)) is not None:
                 view.predictions.end_request(request_id, ran=reservation not in never_ran)
-        for groups in (
-            prefill_halves(ended),
-            by_model(ended),
-        ):  # which other replicas lack
-            for model, ids in groups.items():
-                self._reservations.free_local(model, ids)
+        released = {*reservations}
+        if elsewhere := [each for each in ended if each not in released]:  # by the replica that has the reservation
+            for groups in (prefill_halves(elsewhere), by_model(elsewhere)):
+                for model, ids in groups.items():
+                    self._reservations.free_local(model, ids)
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 
 from services.router.state.kv_index.index import Overlap
 from services.router.state.sync.model_state import ModelState
@@ -24,38 +23,56 @@ class PrefixSingleFlight:
     """Decisions in progress by the first new block of their prompts."""
 
     def __init__(self) -> None:
-        self._under_way: dict[tuple[str, int], asyncio.Event] = {}
+        self._under_way: dict[tuple[str, int], asyncio.Future[None]] = {}
 
-    @asynccontextmanager
-    async def matched(
-        self, view: ModelState, hashes: Sequence[int], wait: bool
-    ) -> AsyncIterator[Mapping[WorkerRank, Overlap]]:
+    def matched(self, view: ModelState, hashes: Sequence[int], wait: bool) -> _Matched:
         """Returns the overlaps for a decision, made inside the context; equal prefixes wait for its end, up to a bound.
 
         Args:
             wait: False for a query without a reservation, which affects no other query.
         """
-        overlaps = view.match(hashes)
+        return _Matched(self._under_way, view, hashes, wait)
+
+
+class _Matched:
+    """One decision; the context of `PrefixSingleFlight.matched`."""
+
+    __slots__ = ("_hashes", "_key", "_under_way", "_view", "_wait")
+
+    def __init__(
+        self,
+        under_way: dict[tuple[str, int], asyncio.Future[None]],
+        view: ModelState,
+        hashes: Sequence[int],
+        wait: bool,
+    ) -> None:
+        self._under_way = under_way
+        self._view = view
+        self._hashes = hashes
+        self._wait = wait
+        self._key: tuple[str, int] | None = None
+
+    async def __aenter__(self) -> Mapping[WorkerRank, Overlap]:
+        overlaps = self._view.match(self._hashes)
         until = 0.0
-        for _ in range(ROUNDS if wait else 0):
-            covered = max((each.blocks + each.predicted for each in set(overlaps.values())), default=0)
-            if covered >= len(hashes):
+        for _ in range(ROUNDS if self._wait else 0):
+            covered = max(each.blocks + each.predicted for each in {*overlaps.values()}) if overlaps else 0
+            if covered >= len(self._hashes):
                 break
-            key = view.model, hashes[covered]
+            key = self._view.model, self._hashes[covered]
             first = self._under_way.get(key)
             if first is None:
-                decided = self._under_way[key] = asyncio.Event()
-                try:
-                    yield overlaps
-                finally:
-                    del self._under_way[key]
-                    decided.set()
-                return
+                self._key = key
+                self._under_way[key] = asyncio.get_running_loop().create_future()
+                break
             now = time.monotonic()
             until = until or now + MAX_WAIT_S
-            try:
-                await asyncio.wait_for(first.wait(), until - now)
-            except TimeoutError:
+            _, late = await asyncio.wait((first,), timeout=until - now)
+            if late:
                 break
-            overlaps = view.match(hashes)
-        yield overlaps
+            overlaps = self._view.match(self._hashes)
+        return overlaps
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._key is not None:
+            self._under_way.pop(self._key).set_result(None)

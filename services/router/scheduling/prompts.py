@@ -55,7 +55,11 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
         raise invalid(
             f"token_ids has {len(prompt.token_ids)} bytes; send packed u32 (4 bytes each).", param="prompt.token_ids"
         )
-    card = next((worker for worker in workers if worker.block_size), None)
+    card: Worker | None = None
+    for worker in workers:
+        if worker.block_size:
+            card = worker
+            break
     if prompt.block_hashes:
         hashes, size = _given(prompt, card), prompt.block_size
     elif card is not None and prompt.token_ids:
@@ -65,7 +69,9 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
         hashes, size = array("Q"), card.block_size if card else NOMINAL_BLOCK
     tokens = max(prompt.prompt_tokens, len(prompt.token_ids) // 4, len(hashes) * size)
     blind = card is not None and not hashes and tokens >= size
-    encoding = tuple((-(-span.end // size), (span.encoder_tokens or span.length) / size) for span in prompt.media)
+    encoding: tuple[tuple[int, float], ...] = ()
+    if prompt.media:
+        encoding = tuple((-(-span.end // size), (span.encoder_tokens or span.length) / size) for span in prompt.media)
     return Blocks(hashes, size, -(-tokens // size), tokens, blind, encoding)
 
 

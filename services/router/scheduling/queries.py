@@ -208,8 +208,10 @@ def check(query: Query) -> None:
     for name, text in names.items():
         if len(text) > MAX_NAME:
             raise invalid(f"{name} has {len(text)} characters; the maximum is {MAX_NAME}.", param=name)
-    check_owner(query.owner)
-    _check_headers(query.headers)
+    if query.owner:
+        check_owner(query.owner)
+    if query.headers:
+        _check_headers(query.headers)
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:

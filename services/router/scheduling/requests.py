@@ -16,11 +16,14 @@ from services.router.state.workers.worker import Role, WorkerRank
 
 
 class Part(Enum):
-    """Part of the request that the chosen worker runs."""
+    """Part of the request that the chosen worker runs; `label` is its value, read at every decision."""
 
     STANDALONE = "standalone"
     PREFILL = "prefill"
     DECODE = "decode"
+
+    def __init__(self, label: str) -> None:
+        self.label = label
 
 
 def part_of(role: Role) -> Part:

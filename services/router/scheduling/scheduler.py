@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from time import perf_counter
 
 from services.common.base.errors import invalid
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
@@ -50,14 +50,14 @@ class Scheduler:
             AllBusy: every eligible worker is over its busy thresholds.
             SluiceError: as raised by DisaggPlanner.plan, in_blocks and Selector.pick.
         """
-        stopwatch = Stopwatch()
+        started = perf_counter()
         blocks = in_blocks(query.prompt, workers)
-        stopwatch.lap("hash")
+        hashed = perf_counter()
         pinned = await self._sessions.find(query.model, query.session_id) if query.session_id else None
         booked = await self._synchronizer.booked(view) if query.explain else {}
-        stopwatch.lap("prepare")
+        prepared = perf_counter()
         async with self._single_flight.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
-            stopwatch.lap("match")
+            matched = perf_counter()
             eligible = self._disagg.plan(query, workers, blocks, overlaps)
             demand = blocks.demand(query.expected_output_tokens)
             request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned)
@@ -66,12 +66,20 @@ class Scheduler:
             computes = query.role is not Role.DECODE
             if query.request_id and computes and not runs_prompt.choice.repeated:
                 view.predict(runs_prompt.worker, runs_prompt.slot, blocks.hashes, runs_prompt.overlap, query.request_id)
-            stopwatch.lap("choose")
+            chosen = perf_counter()
         if query.session_id and query.role is not Role.PREFILL:
             await self._sessions.remember(query.model, query.session_id, decode.slot, query.session_ttl_ms)
-        parts = ((decode, prefill) if prefill else (decode,)) if query.explain else ()
-        scores = [score for each in parts for score in self._selector.scores(request, each, booked)]
-        return self._route(request, decode, prefill, skipped, scores, stopwatch)
+        scores: list[Score] = []
+        if query.explain:
+            for each in (decode, prefill) if prefill else (decode,):
+                scores += self._selector.scores(request, each, booked)
+        stages = {
+            "hash": hashed - started,
+            "prepare": prepared - hashed,
+            "match": matched - prepared,
+            "choose": chosen - matched,
+        }
+        return self._route(request, decode, prefill, skipped, scores, started, stages)
 
     async def _select(
         self, request: SchedulingRequest, eligible: EligibleWorkers
@@ -108,7 +116,8 @@ class Scheduler:
         prefill: Selection | None,
         skipped: str,
         scores: list[Score],
-        stopwatch: Stopwatch,
+        started: float,
+        stages: Mapping[str, float],
     ) -> RouteResult:
         query, blocks = request.query, request.blocks
         runs_prompt = prefill or decode
@@ -136,8 +145,8 @@ class Scheduler:
             prompt_blocks=blocks.count,
             block_size=blocks.size,
             repeated=decode.choice.repeated,
-            seconds=stopwatch.seconds,
-            stages=stopwatch.laps,
+            seconds=perf_counter() - started,
+            stages=stages,
             prompt=routed(query.prompt if query.return_token_ids else NO_PROMPT, blocks) if wanted else None,
             fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
             peer=self._peer(request, decode, prefill),
@@ -158,22 +167,3 @@ class Scheduler:
             return None
         _, slot, worker = min(peers, key=lambda peer: peer[:2])
         return PrefixPeer(worker, slot.rank, most)
-
-
-class Stopwatch:
-    """Starts when created; `laps` has the seconds of each stage in order."""
-
-    def __init__(self) -> None:
-        self._started = self._lap = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, stage: str) -> None:
-        """Ends a stage and starts the next one."""
-        now = time.perf_counter()
-        self.laps[stage] = now - self._lap
-        self._lap = now
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._started

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import lt
 from random import Random
+from typing import Any
 
 from services.common.base.errors import unavailable
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker
@@ -97,7 +98,9 @@ class Selector:
         """Returns the name of the policy that applies to a query."""
         return query.policy or self._composed.file.policy_of(query.model) or self._config.policy
 
-    async def select(self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
+    def select(
+        self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Coroutine[Any, Any, Selection]:
         """Chooses among the ranks of at least one worker.
 
         Raises:
@@ -106,9 +109,14 @@ class Selector:
         """
         name = self.policy_of(request.query)
         if (composition := self._composed.find(name)) is None:
-            return await self._select_built_in(name, request, part, workers)
+            return self._select_built_in(name, request, part, workers)
         if not request.place:  # finds the request's reservation, if any, whatever the order
-            return await self._select_built_in("kv", request, part, workers)
+            return self._select_built_in("kv", request, part, workers)
+        return self._select_composed_or_built_in(composition, request, part, workers)
+
+    async def _select_composed_or_built_in(
+        self, composition: Composition, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Selection:
         if (selection := await self._select_composed(composition, request, part, workers)) is not None:
             return selection
         selection = await self._select_built_in("kv", request, part, workers)
@@ -121,7 +129,7 @@ class Selector:
         request = replace(request, query=replace(request.query, cost=replace(request.query.cost, temperature=0.0)))
         slots, limits, snapshot = self._slots_of(workers), self._limits(request, workers), self._load_snapshot(request)
         offers = request.offers(slots, cache_aware if composition.cost == "kv" else load_only, part)
-        ranked = await self._ranker.rank(composition, request, part.value, workers, offers, snapshot)
+        ranked = await self._ranker.rank(composition, request, part.label, workers, offers, snapshot)
         if ranked is None:
             return None
 
@@ -141,7 +149,7 @@ class Selector:
         self, name: str, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
     ) -> Selection:
         slots = self._slots_of(workers)
-        policy = self._policies.get(name, request.query.model, part.value)
+        policy = self._policies.get(name, request.query.model, part.label)
         limits = self._limits(request, workers)
         overlaps = distinct_overlaps(slots, request.overlaps)
         offered, snapshot = policy.offered(slots), None
@@ -187,7 +195,9 @@ class Selector:
                 if snapshot is not None and choice.expires_unix_ms and not choice.repeated:
                     snapshot.add(offer for offer in offers if offer.slot == choice.slot)
                 overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
-                best = max(each.blocks for each in overlaps)
+                best = 0
+                for each in overlaps:
+                    best = max(best, each.device + each.host + each.disk)
                 return Selection(worker, choice, overlap, best, degraded, offers, scores)
             await self._reservations.free(request.query.model, [_request_id(request, part)])
         raise unavailable(f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers")

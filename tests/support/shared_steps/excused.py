@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EXCUSED: dict[str, list[str]] = {
     "its rows all belong to one stream, request, worker or peer": [
+        "services/common/rpc/call_server.py:MultiplexedCallServer._answer",
         "services/common/rpc/replicas.py:ReplicaSet.call",
         "services/common/rpc/replicas.py:_first_response",
         "services/common/rpc/replicas.py:_typed",
@@ -118,13 +119,18 @@ EXCUSED: dict[str, list[str]] = {
         "services/router/state/sync/synchronizer.py:IndexSynchronizer.load_all",
         "services/worker/serving/service.py:WorkerService.end_sessions",
     ],
-    "no code of a row runs in them; the step is RedisClient._send_group": [
+    "no code of a row runs in them; the step is RedisClient._received": [
+        "services/router/state/store/redis_client.py:RedisClient._at_hand",
         "services/router/state/store/redis_client.py:RedisClient._connected",
-        "services/router/state/store/redis_client.py:RedisClient._evaluate",
-        "services/router/state/store/redis_client.py:RedisClient._round_trip",
+        "services/router/state/store/redis_client.py:RedisClient._fail",
+        "services/router/state/store/redis_client.py:RedisClient._report_refusals",
         "services/router/state/store/redis_client.py:RedisClient._run_lane",
-        "services/router/state/store/redis_client.py:RedisClient._send",
+        "services/router/state/store/redis_client.py:RedisClient.close",
         "services/router/state/store/redis_client.py:RedisClient.run_many",
-        "services/router/state/store/redis_client.py:_Batch.packed",
+        "services/router/state/store/redis_client.py:_Batch.__init__",
+        "services/router/state/store/redis_client.py:_Batch.complete",
+        "services/router/state/store/redis_client.py:_Exchange.__init__",
+        "services/router/state/store/redis_client.py:_Exchange.completed",
+        "services/router/state/store/redis_client.py:_Exchange.in_full",
     ],
 }

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 from services.common.base.errors import SluiceError
-from services.common.redis.connect import Address
-from services.common.redis.servers import RedisServers
+from services.common.redis.servers import Borrowed, RedisServers
 from services.common.redis.target import parse
-from services.router.state.store.redis_client import RedisClient
+from services.router.state.store.redis_client import Connection, RedisClient
+from services.router.state.store.redis_pipe import RedisPipe
 from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
 
 
-class _Client(RedisClient):
+class _Pipe:
     """Answers every call with the number of its bytes."""
 
-    async def _round_trip(self, address: Address, commands: list[bytes], deadline: float) -> list[Any]:
-        return [len(command) for command in commands]
+    lost = False
+
+    def send(self, commands: Sequence[bytes], deadline: float) -> asyncio.Future[list[Any]]:
+        replied: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        replied.set_result([len(command) for command in commands])
+        return replied
+
+
+class _Client(RedisClient):
+    """Connects to nothing."""
+
+    async def _connect(self, key: str, deadline: float) -> Connection:
+        return Connection(Borrowed(("127.0.0.1", 1), 0, AsyncMock(), AsyncMock()), cast(RedisPipe, _Pipe()), 0)
 
 
 @rig("router.redis_scripts")

@@ -32,6 +32,10 @@ class CacheOperation(IntEnum):
     CLEARED = 2
 
 
+_TIERS: dict[int, Tier] = {int(tier): tier for tier in Tier}
+_KINDS: dict[int, CacheOperation] = {int(kind): kind for kind in CacheOperation}
+
+
 class BlockOp(NamedTuple):
     """One operation on a rank's cache. `hashes` is packed u64; CLEARED has no hashes and empties every tier."""
 
@@ -51,7 +55,10 @@ class EventBatch:
     @property
     def bytes(self) -> int:
         """Size of all hashes in bytes."""
-        return sum(len(op.hashes) for op in self.ops)
+        size = 0
+        for op in self.ops:
+            size += len(op.hashes)
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +88,13 @@ def encode_ops(ops: Iterable[BlockOp]) -> bytes:
 
 
 def decode_ops(blob: bytes) -> tuple[BlockOp, ...]:
-    """Reverses `encode_ops`."""
+    """Reverses `encode_ops`; raises KeyError for an unknown kind or tier, struct.error for a truncated header."""
     ops, at = [], 0
     while at < len(blob):
         kind, tier, count = _HEADER.unpack_from(blob, at)
         start = at + _HEADER.size
         at = start + count * HASH_BYTES
-        ops.append(BlockOp(CacheOperation(kind), Tier(tier), blob[start:at]))
+        ops.append(BlockOp(_KINDS[kind], _TIERS[tier], blob[start:at]))
     return tuple(ops)
 
 

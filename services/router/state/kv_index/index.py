@@ -72,8 +72,11 @@ class BlockIndex:
 
     def holds(self, slot: WorkerRank, block: int) -> bool:
         """Returns whether a rank holds a block on any tier."""
-        bit = self._bits.get(slot)
-        return bit is not None and any(table.holders.get(block, 0) >> bit & 1 for table in self._tables)
+        if (bit := self._bits.get(slot)) is None:
+            return False
+        device, host, disk = self._tables
+        held = device.holders.get(block, 0) | host.holders.get(block, 0) | disk.holders.get(block, 0)
+        return bool(held >> bit & 1)
 
     def sequences(self, slots: Iterable[WorkerRank]) -> dict[int, int]:
         """Returns the last applied sequence number by rank, for ranks that have one."""
@@ -125,7 +128,8 @@ class BlockIndex:
         """
         if not hashes:
             return {}
-        device, host, disk = (table.holders for table in self._tables)
+        tables = self._tables
+        device, host, disk = tables[0].holders, tables[1].holders, tables[2].holders
         if not host and not disk:
             return self._by_slot(device.get, hashes)
         near = self._by_slot(device.get, hashes)

@@ -11,13 +11,16 @@ from services.router.state.kv_index.tier import RankTierBlocks
 
 
 class ApplyResult(Enum):
-    """Result of applying a batch or snapshot."""
+    """Result of applying a batch or snapshot; `label` is its value, read for every batch."""
 
     APPLIED = "applied"
     DUPLICATE = "duplicate"  # sequence number already applied: nothing changed
     GAP = "gap"  # an earlier batch is missing: nothing changed, a snapshot is needed
     STALE = "stale"  # unknown worker or different epoch: nothing changed
     OVERFLOW = "overflow"  # more blocks than the model card allows: the worker's events are wrong
+
+    def __init__(self, label: str) -> None:
+        self.label = label
 
 
 class RankCache:
@@ -39,7 +42,8 @@ class RankCache:
     @property
     def blocks(self) -> int:
         """Number of blocks held, counted once per tier."""
-        return sum(map(len, self.tiers))
+        device, host, disk = self.tiers
+        return device.count + host.count + disk.count
 
     def admit(self, epoch: int, sequence: int) -> ApplyResult:
         """Returns APPLIED if a batch with this sequence number is the next one, else the reason to reject it."""

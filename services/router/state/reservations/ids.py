@@ -7,6 +7,7 @@ worker, and under an id derived from it on the prefill worker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 PAIR = "+"  # follows the quoted model name, which contains no plus sign
@@ -14,13 +15,19 @@ PAIR = "+"  # follows the quoted model name, which contains no plus sign
 
 def reservation_id(model: str, request_id: str, paired: bool = False) -> str:
     """Returns a reservation id; `request_of` reverses it."""
-    return f"{quote(model, safe='')}{PAIR if paired else ''}:{request_id}"
+    return f"{_quoted(model)}{PAIR if paired else ''}:{request_id}"
+
+
+@lru_cache(maxsize=1_024)  # called for every reservation
+def _quoted(model: str) -> str:
+    return quote(model, safe="")
 
 
 def request_of(reservation: str) -> tuple[str, str]:
     """Returns (model, request id) of a reservation id."""
     model, _, request_id = reservation.partition(":")
-    return unquote(model.removesuffix(PAIR)), request_id
+    model = model.removesuffix(PAIR)
+    return unquote(model) if "%" in model else model, request_id
 
 
 def prefill_id(request_id: str) -> str:

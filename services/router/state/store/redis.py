@@ -10,9 +10,11 @@ import logging
 import struct
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from random import Random
+from typing import Any
 
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import Credentials, parse
@@ -68,8 +70,19 @@ MAX_FOLLOWED = 1_000
 """Models whose changes a router follows at the same time; further ones wait for their turn."""
 NEVER = 1e15  # a load that is never reached; stands for infinity, which scripts do not accept
 NO_LIMITS = Limits(NEVER, NEVER, NEVER)
+NO_OWNER = Owner("", 0)
 MAX_IDS = 5_000
 """Ids in one call of a script that marks or frees requests."""
+
+
+_LIMITS, _GROUP = attrgetter("limits"), attrgetter("group")
+_RESULTS = {result.value.encode(): result for result in ApplyResult}
+
+
+@lru_cache(maxsize=1_024)  # called for every script
+def _hash_tag(prefix: str, model: str) -> str:
+    # Unescaped braces would end the hash tag.
+    return f"{{{prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
 
 
 def _epoch(epoch: int) -> str:
@@ -111,8 +124,7 @@ class RedisStore(Store):
         self._reader = RedisClient(self._servers, timeout_s + QUIET_MS / 1000, MAX_FOLLOWED)
 
     def _tag(self, model: str) -> str:
-        # Unescaped braces would end the hash tag.
-        return f"{{{self._prefix}:{model.replace('%', '%25').replace('{', '%7B').replace('}', '%7D')}}}"
+        return _hash_tag(self._prefix, model)
 
     @property
     def _root(self) -> str:
@@ -208,7 +220,7 @@ class RedisStore(Store):
             )
             for batch in batches
         ]
-        return [_applied(reply) for reply in await self._client.run_many("apply", self._tag(model), calls)]
+        return list(map(_applied, await self._client.run_many("apply", self._tag(model), calls)))
 
     async def replace(self, model: str, worker_id: str, epoch: int, capacity: int, snapshot: Snapshot) -> Applied:
         reply = await self._bulk.run(
@@ -247,8 +259,8 @@ class RedisStore(Store):
                 key, "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
             )
             changes: list[Change] = []
-            for entry_id, fields in reply[0][1] if reply else ():
-                entry, number = entry_id, number + 1
+            for entry_id, flat in reply[0][1] if reply else ():
+                entry, number, fields = entry_id, number + 1, _pairs(flat)
                 if int(fields[b"n"]) != number:
                     raise FellBehind
                 if (change := _change(fields)) is not None:
@@ -265,21 +277,23 @@ class RedisStore(Store):
             len(offers),
             "*" if terms.allowed is None else "",
             terms.output,
-            *_owner(terms.owner),
-            "1" if (limited := any(offer.limits for offer in offers)) else "",
-            "1" if (grouped := any(offer.group for offer in offers)) else "",
+            *(terms.owner or NO_OWNER),
+            "1" if (limited := any(map(_LIMITS, offers))) else "",
+            "1" if (grouped := any(map(_GROUP, offers))) else "",
             self._replica,
             *terms.order,
         ]
         numbers: list[float] = []
+        fields: list[str] = []
         for offer in offers:
+            fields.append(offer.slot.field)
             numbers += (offer.uncached, offer.added, offer.held, offer.book_prefill, offer.book_decode)
             if limited:
                 numbers += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
             if grouped:
                 numbers.append(offer.group)
         args.append(struct.pack(f"<{len(numbers)}d", *numbers))
-        args += [offer.slot.field for offer in offers]
+        args += fields
         args += terms.allowed or ()
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
         if not field:
@@ -298,14 +312,14 @@ class RedisStore(Store):
             reservation.decode,
             reservation.expires_unix_ms,
             reservation.output,
-            *_owner(reservation.owner),
+            *(reservation.owner or NO_OWNER),
         )
 
-    async def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        return await self._finish("mark", model, request_ids)
+    def mark_prefill_complete(self, model: str, request_ids: Sequence[str]) -> Coroutine[Any, Any, list[str]]:
+        return self._finish("mark", model, request_ids)
 
-    async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        return await self._finish("free", model, request_ids)
+    def free(self, model: str, request_ids: Sequence[str]) -> Coroutine[Any, Any, list[str]]:
+        return self._finish("free", model, request_ids)
 
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
         unknown: list[str] = []
@@ -366,11 +380,7 @@ class RedisStore(Store):
 
 
 def _applied(reply: tuple[bytes, int]) -> Applied:
-    return Applied(ApplyResult(reply[0].decode()), reply[1])
-
-
-def _owner(owner: Owner | None) -> Owner:
-    return owner or Owner("", 0)
+    return Applied(_RESULTS[reply[0]], reply[1])
 
 
 def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:

@@ -19,20 +19,20 @@ STEADY_S = 5.0  # a store that fails sooner responds to pings but does not work
 
 
 class StoreHealth:
-    """Availability of the store; callers report failures with `mark_unavailable`."""
+    """Availability of the store; callers report failures with `mark_unavailable`.
+
+    Attributes:
+        available: whether the store is available.
+    """
 
     def __init__(self, store: Store) -> None:
+        self.available = False
         self._store = store
         self._available = asyncio.Event()
         self._unavailable = asyncio.Event()
         self._available_since = 0.0
         self._unavailable_since = 0.0
         self._returns = 0
-
-    @property
-    def available(self) -> bool:
-        """Whether the store is available."""
-        return self._available.is_set()
 
     @property
     def available_for_s(self) -> float:
@@ -49,6 +49,7 @@ class StoreHealth:
         if self.available:
             self._unavailable_since = time.monotonic()
             log.warning("store unavailable; routing with local state and local reservations: %s", error.message)
+        self.available = False
         self._available.clear()
         self._unavailable.set()
 
@@ -80,6 +81,7 @@ class StoreHealth:
             self._unavailable.clear()
             self._available_since = time.monotonic()
             self._returns += 1
+            self.available = True
             self._available.set()
             log.info("store available")
             await self._unavailable.wait()

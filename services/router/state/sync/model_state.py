@@ -174,7 +174,8 @@ class ModelState:
         """Applies changes in order, reads ranks that the feed leaves incomplete and returns their number."""
         incomplete, work = set(), 0
         for change in changes:
-            self._supersede(change)
+            if self._pending_changes:
+                self._supersede(change)
             if (slot := self.apply(change)) is not None:
                 incomplete.add(slot)
             if isinstance(change, BlocksChanged):
@@ -219,10 +220,11 @@ class ModelState:
 
     def _update_predictions(self, change: BlocksChanged | BlocksReplaced) -> None:
         slot = change.slot
-        if isinstance(change, BlocksChanged) and any(op.kind is CacheOperation.CLEARED for op in change.batch.ops):
-            self.predictions.drop_rank(slot)
-        else:
-            self.predictions.drop_confirmed(slot, partial(self.index.holds, slot))
+        for op in change.batch.ops if isinstance(change, BlocksChanged) else ():
+            if op.kind is CacheOperation.CLEARED:
+                self.predictions.drop_rank(slot)
+                return
+        self.predictions.drop_confirmed(slot, partial(self.index.holds, slot))
 
     def _applied(self, change: Change) -> WorkerRank | None:
         match change:

@@ -38,7 +38,7 @@ class RecentChanges:
         """Records a reservation; those that were made before, and choices without one, are none."""
         if choice.repeated or not terms.request_id:
             return
-        offer = next(offer for offer in offers if offer.slot == choice.slot)
+        offer = {offer.slot: offer for offer in offers}[choice.slot]
         self.forget([terms.request_id])
         now = self._drop_old(self._reserved, lambda entry: entry[0])
         self._reserved[terms.request_id] = now, Reservation.of(offer, terms, choice.expires_unix_ms)

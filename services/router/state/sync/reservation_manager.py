@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
@@ -99,10 +99,10 @@ class ReservationManager:
             self._store.mark_prefill_complete, model, request_ids, RecentChanges.marked, lambda local: local.marked
         )
 
-    async def free(self, model: str, request_ids: Sequence[str]) -> int:
+    def free(self, model: str, request_ids: Sequence[str]) -> Coroutine[Any, Any, int]:
         """Releases all load; returns the number of unknown ids."""
         request_ids = self.free_local(model, request_ids)
-        return await self._finish(self._store.free, model, request_ids, RecentChanges.freed, lambda local: local.freed)
+        return self._finish(self._store.free, model, request_ids, RecentChanges.freed, lambda local: local.freed)
 
     async def _finish(
         self,

@@ -17,9 +17,14 @@ local MAX_ENDED = 50000
 local LONGER_MS = 1000 -- as in reservations/table.py
 local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 
+local moment -- of this run, once asked for
+
 local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+  if not moment then
+    local time = redis.call('TIME')
+    moment = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return moment
 end
 
 local function claim_key(id) return base .. ':claim:' .. id end
