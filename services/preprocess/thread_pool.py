@@ -63,7 +63,8 @@ class ComputePool:
         future = self._executor.submit(copy_context().run, _without_panic, job)
         future.add_done_callback(self._release)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise too_slow(self._limit_s) from None
 

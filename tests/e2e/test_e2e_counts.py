@@ -8,13 +8,13 @@ import pytest
 from count import Counted, above_ceilings, ceilings, count_kinds
 from count_kinds import KINDS
 
-MOST_TRIES = 25
+TRIES = 25
 """Requests of each kind: a busy machine has more periodic work in a window, and more messages."""
 
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Counted]:
-    return count_kinds(list(KINDS), MOST_TRIES, enough=lambda counted: not above_ceilings(counted))
+    return count_kinds(list(KINDS), TRIES, enough=lambda counted: not above_ceilings(counted))
 
 
 def test_request_of_each_kind_stays_below_its_ceilings(counted: dict[str, Counted]) -> None:

@@ -153,7 +153,8 @@ class Child(asyncio.Protocol):
 
     async def receive_json(self, timeout_s: float) -> Any:
         """Returns the next frame's JSON; raises TimeoutError, EOFError, or ValueError if it is not JSON."""
-        return json.loads(await asyncio.wait_for(self.receive(), timeout_s))
+        async with asyncio.timeout(timeout_s):
+            return json.loads(await self.receive())
 
     def send(self, *bodies: bytes) -> None:
         """Sends a frame for each body, in one write."""

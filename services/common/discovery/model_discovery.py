@@ -165,7 +165,8 @@ class ModelDiscovery:
                 raise unavailable(f"The tokenizer of model {name!r} is not loaded{why}", code="model_loading")
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), remaining_s)
+                async with asyncio.timeout(remaining_s):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
         return True

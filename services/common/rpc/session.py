@@ -287,7 +287,10 @@ class ClientSession(Generic[Out, In]):
 
     async def run(self) -> SluiceError:
         """Runs the session until it ends and returns why, as a typed retryable error. Cancel it to close."""
-        call = self._call = self._open_call()
+        try:
+            call = self._call = self._open_call()
+        except grpc.aio.UsageError:
+            return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} has been closed.")
         writing = _start_writer(self._writer, call.cancel)
         sessions.alive += 1
         try:

@@ -170,7 +170,8 @@ class VocabularyRegistry:
             loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"load {model}")
             loading.add_done_callback(lambda done: self._ended(model, done))
         try:
-            return await asyncio.wait_for(asyncio.shield(loading), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(loading)
         except TimeoutError:
             raise SluiceError(
                 ErrorKind.DEADLINE_EXCEEDED,

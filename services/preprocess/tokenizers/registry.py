@@ -89,7 +89,8 @@ class ModelRegistry:
         task = self._load_task(self.spec(name))
         try:
             # Shielded: a caller that times out must not cancel the load for others.
-            return await asyncio.wait_for(asyncio.shield(task), self._wait_s)
+            async with asyncio.timeout(self._wait_s):
+                return await asyncio.shield(task)
         except TimeoutError:
             raise unavailable(
                 f"The tokenizer of model {name} is still loading; retry shortly.", code="model_loading"

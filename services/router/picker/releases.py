@@ -73,4 +73,5 @@ class Releases:
     async def flush(self, timeout_s: float) -> None:
         """Waits until all reports have been sent, at most `timeout_s` seconds."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()

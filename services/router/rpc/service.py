@@ -269,7 +269,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> None:
         lease_s = self._router.config.lease_ms / 1000
         try:
-            first = await asyncio.wait_for(context.read(), lease_s)
+            async with asyncio.timeout(lease_s):
+                first = await context.read()
             async with self._registering:
                 await asyncio.sleep(0)
             attachment, sequences = await self._register(first, context)

@@ -319,7 +319,8 @@ class AdmissionQueues(Generic[T]):
                     _log(model, queue)
                 if queue.waiters:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(queue.changed.wait(), CONTENDED_POLL_S if contended else POLL_S)
+                        async with asyncio.timeout(CONTENDED_POLL_S if contended else POLL_S):
+                            await queue.changed.wait()
         finally:
             del self._queues[model]
             for waiter in queue.waiters:  # only when this router stops

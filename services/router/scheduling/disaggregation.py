@@ -80,7 +80,8 @@ class DisaggPlanner:
         self._waiting += 1
         try:
             while (left := until - time.monotonic()) > 0 and self._lacks_prefill(model) and not watch.ended:
-                await asyncio.wait_for(watch.next(), left)
+                async with asyncio.timeout(left):
+                    await watch.next()
         except TimeoutError:
             return
         finally:

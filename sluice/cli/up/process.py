@@ -100,7 +100,8 @@ class Child:
         code = await running.wait()
         self.kill()  # the rest of its group
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pump, _PUMP_TIMEOUT_S)
+            async with asyncio.timeout(_PUMP_TIMEOUT_S):
+                await pump
         return code
 
     async def _pump(self, pipe: BinaryIO) -> None:

@@ -136,6 +136,15 @@ async def test_carries_everything_in_order_and_in_batches() -> None:
         await asyncio.wait_for(worker.ended.wait(), DEADLINE_S)
 
 
+async def test_session_on_a_channel_closed_before_it_opens_returns_a_typed_error() -> None:
+    async with connected() as (_, _, make), open_channel("127.0.0.1:1") as closed:
+        caller = make()
+        caller.session._open_call = lambda: raw_session(closed)
+        await closed.close()
+        error = await reason(asyncio.create_task(caller.session.run()))
+        assert (error.kind, error.retryable) == (ErrorKind.DISCONNECTED, True)
+
+
 async def test_what_was_buffered_before_the_session_runs_is_sent() -> None:
     async with connected() as (_, _, make):
         caller = make()

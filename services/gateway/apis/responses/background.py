@@ -204,7 +204,8 @@ class BackgroundResponses:
             if run is not None and not run.ended.is_set():
                 run.cancel()
                 with contextlib.suppress(TimeoutError):  # it ends later
-                    await asyncio.wait_for(run.ended.wait(), CANCEL_WAIT_S)
+                    async with asyncio.timeout(CANCEL_WAIT_S):
+                        await run.ended.wait()
                 return await self.find(owner, response_id)
             if state["status"] not in RUNNING:
                 return stored

@@ -113,7 +113,8 @@ class Link(ABC, Generic[Out, In, S]):
         if self._connected.is_set():
             return
         try:
-            await asyncio.wait_for(self._connected.wait(), min(self._connect_timeout_s, most_s))
+            async with asyncio.timeout(min(self._connect_timeout_s, most_s)):
+                await self._connected.wait()
         except TimeoutError:
             raise SluiceError(ErrorKind.CANNOT_CONNECT, f"The {self.peer} cannot be reached.") from None
 
@@ -134,7 +135,8 @@ class Link(ABC, Generic[Out, In, S]):
 
     async def _run_session(self) -> SluiceError | None:
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._channel.channel_ready()
         except (TimeoutError, grpc.aio.UsageError):  # UsageError: the channel was closed, this link follows
             return None
         self._session = ClientSession(

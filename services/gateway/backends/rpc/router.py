@@ -210,7 +210,8 @@ class RouterClient:
     async def flush_reports(self, timeout_s: float) -> None:
         """Waits until all pending reports have been sent, at most `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_sent.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_sent.wait()
 
     async def _send_completed_prefills(self, reservation_ids: list[str]) -> None:
         request = router_pb2.MarkPrefillCompleteRequest(reservation_ids=reservation_ids)

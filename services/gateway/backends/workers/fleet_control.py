@@ -225,7 +225,8 @@ class FleetControl:
         callee = f"worker/{entry.worker_id}"
         channel = open_channel(entry.address, self._credentials, callee=callee, keepalive_ms=entry.keepalive_ms)
         try:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                await channel.channel_ready()
             request = worker_pb2.ControlRequest(action=action, arguments=arguments)
             await worker_pb2_grpc.WorkerStub(channel).Control(request, timeout=ACTION_S)
         except grpc.aio.AioRpcError as error:

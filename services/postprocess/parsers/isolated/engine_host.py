@@ -87,7 +87,8 @@ class EngineHost(ParserHost):
             if loading is None:
                 loading = self._loading[pair] = self._tasks.spawn(self._load(pair), f"loading parsers of {self.name}")
             try:
-                error = await asyncio.wait_for(asyncio.shield(loading), LOAD_TIMEOUT_S)
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    error = await asyncio.shield(loading)
             except TimeoutError:
                 raise unavailable(
                     f"The parsers of {self.name} did not load within {LOAD_TIMEOUT_S:.0f} s; retry later.",

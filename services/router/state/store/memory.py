@@ -331,6 +331,7 @@ class StoreFeed:
                 yield changes
                 continue
             try:
-                await asyncio.wait_for(self._appended.wait(), QUIET_S)
+                async with asyncio.timeout(QUIET_S):
+                    await self._appended.wait()
             except TimeoutError:
                 yield []

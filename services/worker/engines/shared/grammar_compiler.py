@@ -45,7 +45,8 @@ class GrammarCompiler:
         """
         running = self._threads.submit(_contained, work)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(running), self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.wrap_future(running)
         except TimeoutError:
             if running.cancel():
                 raise overloaded("Too many grammars are being compiled; try again later.") from None

@@ -78,7 +78,8 @@ class PolicyProcess(Lane[bytes]):
             raise PolicyFailed("busy", f"{self.outstanding} requests already wait for policy {policy}.")
         future, _ = self.submit(pack_call(policy, request, candidates))
         try:
-            reply = await asyncio.wait_for(future, self._call_s)
+            async with asyncio.timeout(self._call_s):
+                reply = await future
             ranking = unpack_reply(reply, len(candidates))
         except TimeoutError:
             raise PolicyFailed("slow", f"Policy {policy} took longer than {self._call_s:g} s.") from None
