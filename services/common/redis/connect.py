@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ssl import SSLContext
 from typing import Any, TypeAlias
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -69,15 +70,24 @@ def _tls(credentials: Credentials) -> dict[str, Any]:
     return {"ssl_cert_reqs": "required", **{name: str(path) for name, path in files.items() if path}}
 
 
+_last_read: dict[tuple[str | None, ...], SSLContext] = {}
+"""What was read last from certificate files that could be read, by their names, of which a process has few."""
+
+
 class RenewingConnection(SSLConnection):
     """A connection that rereads its certificate files on reconnects; redis-py reads them once per connection object."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
-        previous, self.ssl_context.context = self.ssl_context.context, None
+        files = self.ssl_context
+        names = (files.ca_certs, files.certfile, files.keyfile)
+        files.context = None
         try:
-            return dict(super()._connection_arguments())
+            arguments = dict(super()._connection_arguments())
         except OSError:
-            if previous is None:
+            if names not in _last_read:
                 raise
-            self.ssl_context.context = previous  # the files are being replaced: keep the previous ones
+            files.context = _last_read[names]  # the files are being replaced: keep the previous ones
             return dict(super()._connection_arguments())
+        if files.context is not None:
+            _last_read[names] = files.context
+        return arguments
