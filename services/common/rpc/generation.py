@@ -16,6 +16,8 @@ from sluice.v1 import common_pb2, worker_pb2
 
 def write_sampling(sampling: SamplingParams) -> common_pb2.SamplingOptions:
     """Returns the message of sampling parameters."""
+    if sampling is UNSET:
+        return common_pb2.SamplingOptions()
     return common_pb2.SamplingOptions(
         **sampling.given(SCALARS),
         logit_bias=sampling.logit_bias,

@@ -141,7 +141,7 @@ class MultiplexedCall(Generic[Q, A]):
         cancels: list[int] = []
         if not self._calls:  # a cancellation must not overtake its call
             cancels, self._cancels = self._cancels, []
-        return self._make_calls(calls=calls, cancels=pack_u32(cancels))
+        return self._make_calls(calls=calls, cancels=pack_u32(cancels) if cancels else b"")
 
     @shared_step("calls.receive")
     def _on_message(self, message: Any | None) -> None:

@@ -155,6 +155,8 @@ class ReplicaSet(Generic[S]):
                 code="circuit_open",
                 retry_after_ms=max(wait_ms, 1000),
             )
+        if len(passable) == 1:
+            return passable[0]
         chosen = idlest(passable, lambda replica: replica.outstanding)
         assert chosen is not None
         return chosen

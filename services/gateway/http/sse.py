@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +19,7 @@ from services.gateway.operations.output import COMMENT
 
 log = logging.getLogger(__name__)
 
+_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 CLIENT_CLOSED_REQUEST = 499
 """HTTP status of a response whose client disconnected before its head was sent."""
 
@@ -46,9 +47,7 @@ class EventStream(Response):
         marked: Iterable[Marked] = (),
         media_type: str = media_type,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
-        # Starlette adds content-length: 0 for the empty body.
-        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        super().__init__(media_type=media_type)
         self._source: EventSource = source
         self._write_scheduler = write_scheduler
         self._max_unsent = max_unsent
@@ -61,6 +60,11 @@ class EventStream(Response):
         self._idle = False  # nothing was written since the last keep-alive check
         self._marked = marked
         source.attach(self)
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """Sets the headers of a stream, whose length is unknown."""
+        charset = "; charset=utf-8" if str(self.media_type).startswith("text/") else ""
+        self.raw_headers = [*_HEADERS, (b"content-type", f"{self.media_type}{charset}".encode())]
 
     def notify(self, first: bool = False) -> None:
         """Schedules a write; the first event of a choice is written immediately."""

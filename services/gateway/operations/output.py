@@ -45,13 +45,13 @@ class GenerationUsage:
 
     def counts(self) -> Counts:
         """Returns the counts so far, over all generations."""
-        generations = self.generations
-        return Counts(
-            sum(generation.prompt_tokens for generation in generations),
-            0 if self._prompt_only else sum(generation.completion_tokens for generation in generations),
-            sum(generation.cached_tokens for generation in generations),
-            sum(generation.reasoning_tokens for generation in generations),
-        )
+        prompt = completion = cached = reasoning = 0
+        for generation in self.generations:
+            prompt += generation.prompt_tokens
+            completion += generation.completion_tokens
+            cached += generation.cached_tokens
+            reasoning += generation.reasoning_tokens
+        return Counts(prompt, 0 if self._prompt_only else completion, cached, reasoning)
 
     def prompt_tokens(self, choice: int) -> int:
         """Returns the prompt tokens of the generation that a choice belongs to."""

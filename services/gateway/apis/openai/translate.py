@@ -18,7 +18,7 @@ from services.common.base.budgets import Budget
 from services.common.base.errors import invalid
 from services.common.base.packing import pack_u32
 from services.common.types.media.parts import MediaInput, take_media
-from services.common.types.sampling import SCALARS
+from services.common.types.sampling import SCALARS, UNSET
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
@@ -213,11 +213,15 @@ def _request(
 def _sampling(fields: GenerationFields) -> SamplingParams:
     if fields.vllm_xargs and fields.custom_params:
         raise invalid("vllm_xargs and custom_params exclude each other.", param="custom_params", code="invalid_value")
+    scalars = {name: value for name in SCALARS if (value := getattr(fields, name)) is not None}
+    engine_options = fields.vllm_xargs or fields.custom_params or {}
+    if not (scalars or fields.logit_bias or fields.allowed_token_ids or engine_options):
+        return UNSET
     return SamplingParams(
-        **{name: getattr(fields, name) for name in SCALARS},
+        **scalars,
         logit_bias=fields.logit_bias,
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
-        engine_options=fields.vllm_xargs or fields.custom_params or {},
+        engine_options=engine_options,
     )
 
 

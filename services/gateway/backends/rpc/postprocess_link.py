@@ -184,9 +184,10 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             message.tokens.token_ids = token_ids
         if not self._columns:  # an end may not overtake tokens
             message.ends.extend(self._ends)
-            message.closes = pack_u32(self._closes)
             self._ends.clear()
-            self._closes.clear()
+            if self._closes:
+                message.closes = pack_u32(self._closes)
+                self._closes.clear()
         return message
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:

@@ -240,7 +240,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         cancels: list[int] = []
         if not self._starts:
             cancels, self._cancels = self._cancels, []
-        return worker_pb2.WorkerSessionRequest(media=parts, starts=starts, cancels=pack_u32(cancels))
+        return worker_pb2.WorkerSessionRequest(
+            media=parts, starts=starts, cancels=pack_u32(cancels) if cancels else b""
+        )
 
     @property
     def _next_is_large(self) -> bool:

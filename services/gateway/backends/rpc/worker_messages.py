@@ -27,11 +27,13 @@ def generate_request(
     stream: StreamView, request_id: str, rank: int | None, resumed: int, part: DisaggregationPart | None
 ) -> worker_pb2.GenerateRequest:
     """Returns the message that starts a stream; for the arguments see `WorkerLink.start`."""
-    request, prompt = stream.request, stream.prompt
+    request, prompt, sampling = stream.request, stream.prompt, stream.request.sampling
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=stream.seed)
     message = worker_pb2.GenerateRequest(
         request_id=request_id,
         model=request.model,
-        sampling=write_sampling(replace(request.sampling, seed=stream.seed)),
+        sampling=write_sampling(sampling),
         stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
         output=_output(request, stream.computed),
         guided=write_guided(request.guided) if request.guided else None,
