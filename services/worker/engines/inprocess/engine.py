@@ -39,8 +39,9 @@ class InProcessEngine(LLMEngine):
         Engines that compile code for them when they are first asked for take up to a minute for it, in which no
         request gets a token and the canary takes the engine for hung.
         """
+        prompt = array("I", [1, 1])  # vLLM's file connector ends its engine on a prompt of one token
         request = GenerateRequest(
-            "sluice-warm-up", "", array("I", [1]), stop=StopParams(max_tokens=1, ignore_eos=True), logprobs=1
+            "sluice-warm-up", "", prompt, stop=StopParams(max_tokens=1, ignore_eos=True), logprobs=1
         )
         problem = ""
         try:

@@ -65,6 +65,7 @@ async def test_warm_up_asks_for_one_token_with_log_probabilities_and_outlives_it
         await engine.warm_up_logprobs()
     (request,) = engine.requests
     assert (request.logprobs, request.stop.max_tokens) == (1, 1)
+    assert len(request.token_ids) > 1, "a prompt of one token ends an engine with the file connector"
     assert logged in caplog.text
     assert bool(caplog.text) == bool(logged)
     assert raised or engine.aborted == [request.request_id]
