@@ -48,9 +48,16 @@ class ServedModel:
         return await self.post("/v1/completions", **body)
 
     async def idle(self) -> None:
-        """Waits until no worker runs anything or holds a block."""
+        """Waits until no worker runs anything or holds a block, and the router has no reservation."""
         for worker in self.workers.values():
             await worker.idle(WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            while await self._reserved():
+                await asyncio.sleep(0.01)
+
+    async def _reserved(self) -> int:
+        answer = await self.router.GetLoads(router_pb2.GetLoadsRequest(), timeout=WAIT_S)
+        return sum(load.requests for load in answer.loads)
 
     async def known(self) -> set[str]:
         """Ids of the workers that the router knows."""

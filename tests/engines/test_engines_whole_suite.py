@@ -95,6 +95,7 @@ async def test_second_request_reports_cached_tokens_and_is_routed_to_them(runnin
         holder = await running.until_held(prompt, size)
         for number in range(5):
             longer = [*prompt, 20 + number, 30 + number]
+            await running.idle()  # a reservation is freed 20 ms after its request, and counts until then
             assert _cached(await running.complete(longer, 4)) >= 4 * size - size
         assert await running.holders(prompt, size) == {holder}
 
@@ -181,8 +182,8 @@ async def test_killed_engine_leaves_discovery_and_its_requests_end_with_a_typed_
     failed = [(status, error) for status, error in await asyncio.gather(*going) if error]
     assert failed, "every stream ended before its engine did"
     for status, error in failed:
-        assert status in (200, 503)
-        assert error["type"] == "service_unavailable_error"
+        assert status in (200, 502, 503)  # 502: no token had arrived, and its two workers died with it
+        assert error["type"] == ("server_error" if status == 502 else "service_unavailable_error")
     for worker in running.workers.values():
         async with asyncio.timeout(suite.CALL_S):
             assert await worker.process.wait() != 0
