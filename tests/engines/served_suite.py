@@ -52,7 +52,7 @@ class ServedModel:
         for worker in self.workers.values():
             await worker.idle(WAIT_S)
         async with asyncio.timeout(WAIT_S):
-            while await self._reserved():
+            while await self._reserved():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def _reserved(self) -> int:
