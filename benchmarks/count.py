@@ -36,8 +36,9 @@ from tests.support.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = Path(__file__).with_name("counts.json")
 SERVICES = ("gateway", "preprocess", "router", "worker", "postprocess")
-MARGIN, MORE = 0.03, 10
-"""How far above a ceiling, as a part of it and as a number, a count may be without a new ceiling."""
+MARGIN, MORE = 0.02, 75
+"""How far above a ceiling, as a part of it and as a number, a count may be without a new ceiling: a message more, which
+depends on how fast the machine is, costs the gateway 60 calls."""
 MARGIN_OF_MANY = 0.15
 """The same part for the kinds of 128 tokens, which come in more or fewer messages."""
 UNBOUNDED = ("blocks", "bytes sent", "bytes received")
