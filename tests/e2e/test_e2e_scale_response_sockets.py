@@ -30,12 +30,27 @@ class Progress:
 
     def __init__(self) -> None:
         self.turns = 0
+        self._of: list[int] = []
         self._changed = asyncio.Condition()
 
-    async def add(self) -> None:
+    def join(self) -> int:
+        """The number of a new connection."""
+        self._of.append(0)
+        return len(self._of) - 1
+
+    async def add(self, connection: int) -> None:
         async with self._changed:
             self.turns += 1
+            self._of[connection] += 1
             self._changed.notify_all()
+
+    async def all_go_on(self) -> None:
+        """Waits until every connection has had another turn."""
+        before = [*self._of]
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: all(now > then or now == TURNS for now, then in zip(self._of, before, strict=True))
+            )
 
     async def reaches(self, turns: int) -> None:
         async with self._changed:
@@ -44,7 +59,7 @@ class Progress:
 
 async def chain(url: str, kind: int, progress: Progress) -> list[str]:
     """The texts of one connection's turns, each of which continues the one before."""
-    texts, previous = [], None
+    texts, previous, connection = [], None, progress.join()
     address = url.replace("http", "ws", 1) + "/v1/responses"
     async with connect(address, compression=None, open_timeout=WAIT_S, ping_timeout=None) as socket:
         for turn in range(TURNS):
@@ -56,7 +71,7 @@ async def chain(url: str, kind: int, progress: Progress) -> list[str]:
             assert event["type"] == "response.incomplete", event
             previous = event["response"]["id"]
             texts.append(event["response"]["output"][0]["content"][0]["text"])
-            await progress.add()
+            await progress.add(connection)
     return texts
 
 
@@ -94,6 +109,7 @@ async def test_many_connections_get_their_answers_while_processes_are_killed(
         await replace(suite, "worker-0")
         await replace(suite, "postprocess-0")
         await progress.reaches(CONNECTIONS * WARM_TURNS)
+        await progress.all_go_on()  # a request without output that loses two workers is not tried on a third
         before = gateway.memory_info().rss
         await replace(suite, "worker-1")
         await replace(suite, "postprocess-1")

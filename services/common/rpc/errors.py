@@ -149,6 +149,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
     return SluiceError(kind, f"The {peer} service failed ({error.code().name.lower()}).")
 
 
+def is_typed(error: grpc.aio.AioRpcError) -> bool:
+    """Returns whether an error was sent by the peer itself, not by gRPC."""
+    return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
+
+
 def late_answer(peer: str) -> SluiceError:
     """Returns the error of a call that exceeded its deadline."""
     return NoAnswerError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service timed out.", code="stage_timeout")

@@ -27,7 +27,7 @@ from services.common.net.addresses import host_port, join
 from services.common.observability import telemetry
 from services.common.rpc.breaker import Breaker, LatencyQuantile, RetryBudget
 from services.common.rpc.channels import open_channel
-from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
+from services.common.rpc.errors import from_rpc_error, is_typed, late_answer, passed_on
 from services.common.rpc.multiplexed_call import MultiplexedCall
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class ReplicaSet(Generic[S]):
             replica.outstanding -= 1
 
     def _cause(self, error: grpc.aio.AioRpcError, late: bool) -> SluiceError:
-        if error.code() is grpc.StatusCode.CANCELLED and not _typed(error):
+        if error.code() is grpc.StatusCode.CANCELLED and not is_typed(error):
             # Not cancelled by this caller. The server may detect the expired deadline first when this process is busy;
             # otherwise the call arrived while the server was stopping.
             if late:
@@ -240,7 +240,7 @@ class ReplicaSet(Generic[S]):
 
     def _update_breaker(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
         """Counts a typed refusal as a success; timeouts and broken connections are failures."""
-        if _typed(error):
+        if is_typed(error):
             replica.breaker.succeeded()
         elif not (late or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) or waited_s >= PATIENCE_S:
             self._failed(replica)
@@ -350,12 +350,7 @@ async def _serves(health: health_pb2_grpc.HealthAsyncStub) -> bool:
 def _refused(cause: SluiceError) -> bool:
     """Whether the service rejected the call before doing any work."""
     error = cause.__cause__
-    return isinstance(error, grpc.aio.AioRpcError) and _typed(error)
-
-
-def _typed(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the error was sent by the service itself."""
-    return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
+    return isinstance(error, grpc.aio.AioRpcError) and is_typed(error)
 
 
 async def _first_response(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:

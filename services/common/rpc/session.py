@@ -18,7 +18,7 @@ import grpc
 from services.common.base.budgets import Budget
 from services.common.base.errors import SESSION_CLOSED, ErrorKind, SluiceError
 from services.common.observability.process_metrics import sessions
-from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.errors import from_rpc_error, is_typed
 
 LAST_WRITE_S = 5.0
 CANCELLED_WRITE_S = 1.0
@@ -307,7 +307,9 @@ class ClientSession(Generic[Out, In]):
             return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
         except grpc.aio.AioRpcError as error:
             cause = from_rpc_error(error, self.peer)
-            if cause.kind is ErrorKind.UNAVAILABLE:
+            # A stream that a killed process leaves may end with INTERNAL, too; a peer sends a detail with its own.
+            broken = error.code() is grpc.StatusCode.INTERNAL and not is_typed(error)
+            if broken or cause.kind is ErrorKind.UNAVAILABLE:
                 return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
             return cause
         except asyncio.CancelledError:

@@ -145,6 +145,26 @@ async def test_session_on_a_channel_closed_before_it_opens_returns_a_typed_error
         assert (error.kind, error.retryable) == (ErrorKind.DISCONNECTED, True)
 
 
+class BrokenOff(worker_pb2_grpc.WorkerServicer):
+    """Ends sessions as gRPC does when a process is killed in an unfortunate moment: INTERNAL, without a detail."""
+
+    async def Session(self, iterator: Any, context: Any) -> None:  # type: ignore[override]
+        await context.abort(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2")
+
+
+async def test_session_that_grpc_ends_with_internal_is_a_lost_connection() -> None:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(BrokenOff(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            error = await reason(asyncio.create_task(Caller(worker_pb2_grpc.WorkerStub(channel)).session.run()))
+        finally:
+            await server.stop(0)
+    assert (error.kind, error.retryable) == (ErrorKind.DISCONNECTED, True)
+
+
 async def test_what_was_buffered_before_the_session_runs_is_sent() -> None:
     async with connected() as (_, _, make):
         caller = make()
