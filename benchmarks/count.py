@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 import typer
-from count_kinds import KINDS, MODEL, Endpoints, endpoints_of, prompts
+from count_kinds import KINDS, MODEL, PARSERS, Endpoints, endpoints_of, prompts
 from processes import own_suite, suite_of
 from rich.console import Console
 from rich.table import Table
@@ -48,13 +48,6 @@ QUIET_AFTER_S = 0.15
 WARM_UPS = 3
 _DONE_WITHIN_S = 30.0
 _FLAGS = ("--model-name", MODEL)
-_ENVIRONMENT = {
-    "SLUICE_POSTPROCESS_TOOL_PARSERS": f"{MODEL}=hermes",
-    "SLUICE_POSTPROCESS_REASONING_PARSERS": f"{MODEL}=think",
-}
-
-Counts = Mapping[str, Mapping[str, int]]
-"""Counts by service and name; `redis` has commands and bytes."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -131,7 +124,7 @@ def counted_suite(tree: Path | None = None) -> Iterator[tuple[Endpoints, Windows
         server = RedisServer(folder)
         server.start()
         path = [str(Path(__file__).with_name("counting")), str(tree or ROOT)]
-        added = {**_ENVIRONMENT, "COUNTED": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+        added = {**PARSERS, "COUNTED": str(folder), "PYTHONPATH": os.pathsep.join(path)}
         try:
             with own_suite(1, 1000.0, (*_FLAGS, "--redis", server.url), tree, added) as url:
                 address = urlsplit(url)

@@ -16,6 +16,11 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 
 WORDS = 150
 MODEL = "counted"
+PARSERS = {
+    "SLUICE_POSTPROCESS_TOOL_PARSERS": f"{MODEL}=hermes",
+    "SLUICE_POSTPROCESS_REASONING_PARSERS": f"{MODEL}=think",
+}
+"""Settings of the suite: what `CALL` is parsed with."""
 TOOLS = [
     {
         "type": "function",

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import grpc
 import httpx
 import typer
-from count_kinds import CALL, MODEL, TOOLS, prompts
+from count_kinds import CALL, MODEL, PARSERS, TOOLS, prompts
 from observability import SERVICES, Collector
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from processes import own_suite
@@ -98,8 +98,7 @@ def observe(tree: Path | None, number: int) -> Observed:
         added = {
             "SLUICE_GATEWAY_AUDIT_LOG": str(audit),
             "SLUICE_GATEWAY_TRACE_SAMPLE": "1",
-            "SLUICE_POSTPROCESS_TOOL_PARSERS": f"{MODEL}=hermes",
-            "SLUICE_POSTPROCESS_REASONING_PARSERS": f"{MODEL}=think",
+            **PARSERS,
             **{f"SLUICE_{service}_METRICS_LISTEN": address for service, address in metrics.items()},
             **{f"SLUICE_{service}_OTLP_ENDPOINT": spans.endpoint for service in SERVICES},
         }

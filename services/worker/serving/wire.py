@@ -14,7 +14,6 @@ from services.common.rpc.errors import to_detail
 from services.common.rpc.generation import read_embeds, read_guided, read_sampling, write_logprobs
 from services.common.rpc.media import read_spans
 from services.common.types.hashing import HASH_SCHEME
-from services.common.types.sampling import UNSET
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
 from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
@@ -56,7 +55,7 @@ def read_request(message: worker_pb2.GenerateRequest, find_media: FindMedia) -> 
         text=message.text if prompt == "text" else None,
         messages_json=message.messages_json if prompt == "messages_json" else None,
         embeds=read_embeds(message.embeds) if prompt == "embeds" else None,
-        sampling=read_sampling(message.sampling) if message.sampling.ByteSize() else UNSET,
+        sampling=read_sampling(message.sampling),
         stop=_read_stop(message.stop) if message.HasField("stop") else StopParams(),
         logprobs=output.logprobs if output.HasField("logprobs") else None,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,

@@ -7,7 +7,6 @@ EXCUSED: dict[str, list[str]] = {
         "services/common/rpc/call_server.py:MultiplexedCallServer._answer",
         "services/common/rpc/replicas.py:ReplicaSet.call",
         "services/common/rpc/replicas.py:_first_response",
-        "services/common/rpc/replicas.py:_typed",
         "services/gateway/backends/rpc/postprocess_link.py:PostLink._drop_columns",
         "services/gateway/backends/rpc/postprocess_link.py:_resume",
         "services/gateway/backends/rpc/postprocess_link.py:dispatch_event",

@@ -48,7 +48,7 @@ class RedisPipe(asyncio.Protocol):
         Raises, in the future:
             ConnectionError: the connection is lost.
             TimeoutError: the deadline has passed.
-            InvalidResponse: what arrived is no reply.
+            InvalidResponse: what arrived is not a reply.
         """
         self._found, self._wanted = [], len(commands)
         done = self._done = self._loop.create_future()
