@@ -30,6 +30,7 @@ from processes import own_suite, suite_of
 from rich.console import Console
 from rich.table import Table
 
+from services.common.net.ports import free_port
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
@@ -124,7 +125,9 @@ def counted_suite(tree: Path | None = None) -> Iterator[tuple[Endpoints, Windows
         server = RedisServer(folder)
         server.start()
         path = [str(Path(__file__).with_name("counting")), str(tree or ROOT)]
-        added = {**PARSERS, "COUNTED": str(folder), "PYTHONPATH": os.pathsep.join(path)}
+        picker = f"127.0.0.1:{free_port()}"
+        settings = {**PARSERS, "SLUICE_ROUTER_PICKER_LISTEN": picker}
+        added = {**settings, "COUNTED": str(folder), "PYTHONPATH": os.pathsep.join(path)}
         try:
             with own_suite(1, 1000.0, (*_FLAGS, "--redis", server.url), tree, added) as url:
                 address = urlsplit(url)
@@ -135,7 +138,7 @@ def counted_suite(tree: Path | None = None) -> Iterator[tuple[Endpoints, Windows
                 command = processes["router"].cmdline()
                 router = command[command.index("--listen") + 1]
                 with redis.Redis.from_url(server.url) as store:
-                    yield endpoints_of(address.netloc, router), Windows(processes, folder, store)
+                    yield endpoints_of(address.netloc, router, picker), Windows(processes, folder, store)
         finally:
             server.stop()
 

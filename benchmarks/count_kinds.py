@@ -6,13 +6,16 @@ import http.client
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from queue import SimpleQueue
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from services.common.base.packing import pack_u32
+from sluice.v1 import ext_proc_pb2 as ext_proc
 from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.clients.ext_proc import FULL_DUPLEX, header_map
 
 WORDS = 150
 MODEL = "counted"
@@ -44,10 +47,11 @@ def prompts() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where requests go: the gateway's connection, kept alive, and the router's stub."""
+    """Where requests go: the gateway's connection, kept alive, the router's stub, and the endpoint picker's method."""
 
     gateway: http.client.HTTPConnection
     router: router_pb2_grpc.RouterStub
+    pick: grpc.StreamStreamMultiCallable[Any, Any]
 
 
 Send = Callable[[Endpoints, str], None]
@@ -116,6 +120,34 @@ def _route(endpoints: Endpoints, prompt: str) -> None:
         raise RuntimeError(f"RouteQuery named no worker: {answer}")
 
 
+def _pick(endpoints: Endpoints, prompt: str) -> None:
+    """Sends a chat and the first and last chunk of its response through the endpoint picker, as Envoy does."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": True}
+    text = json.dumps(body).encode()
+    head = header_map({":method": "POST", ":path": "/v1/chat/completions", "content-length": str(len(text))})
+    modes = ext_proc.ProtocolConfiguration(request_body_mode=FULL_DUPLEX, response_body_mode=FULL_DUPLEX)
+    sent: SimpleQueue[Any] = SimpleQueue()
+    answers = endpoints.pick(iter(sent.get, None), timeout=ANSWER_WITHIN_S)
+
+    def exchange(expected: int, *requests: Mapping[str, Any]) -> None:
+        for request in requests:
+            sent.put(ext_proc.ProcessingRequest(**request))
+        for _ in range(expected):
+            if (answer := next(answers)).HasField("immediate_response"):
+                raise RuntimeError(f"the picker refused the request: {answer}")
+
+    content = ext_proc.HttpBody(body=text, end_of_stream=True)
+    exchange(
+        2, {"request_headers": ext_proc.HttpHeaders(headers=head), "protocol_config": modes}, {"request_body": content}
+    )
+    exchange(1, {"response_headers": ext_proc.HttpHeaders(headers=header_map({":status": "200"}))})
+    exchange(1, {"response_body": ext_proc.HttpBody(body=b"data: {}\n\n")})
+    exchange(1, {"response_body": ext_proc.HttpBody(body=b"data: [DONE]\n\n", end_of_stream=True)})
+    sent.put(None)
+    if list(answers):
+        raise RuntimeError("the picker sends more than was asked for")
+
+
 KINDS: Mapping[str, Send] = {
     "chat streamed, 8 tokens": _chat(8, True),
     "chat streamed, 128 tokens": _chat(128, True),
@@ -128,6 +160,7 @@ KINDS: Mapping[str, Send] = {
     "Messages streamed, 8 tokens": _messages(8),
     "embeddings": _posted("/v1/embeddings", lambda prompt: {"model": MODEL, "input": prompt}),
     "RouteQuery": _route,
+    "endpoint picker": _pick,
     "refused: invalid field": _posted(
         "/v1/chat/completions", lambda prompt: {"model": MODEL, "messages": [], "max_tokens": prompt}, status=400
     ),
@@ -145,10 +178,14 @@ KINDS: Mapping[str, Send] = {
 """What is counted, by name."""
 
 
-def endpoints_of(gateway: str, router: str) -> Endpoints:
-    """Returns the endpoints at host:port of a gateway and a router."""
-    channel = grpc.insecure_channel(router)
+def endpoints_of(gateway: str, router: str, picker: str) -> Endpoints:
+    """Returns the endpoints at host:port of a gateway, a router and an endpoint picker."""
     return Endpoints(
         http.client.HTTPConnection(gateway, timeout=ANSWER_WITHIN_S),
-        router_pb2_grpc.RouterStub(channel),
+        router_pb2_grpc.RouterStub(grpc.insecure_channel(router)),
+        grpc.insecure_channel(picker).stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            request_serializer=ext_proc.ProcessingRequest.SerializeToString,
+            response_deserializer=ext_proc.ProcessingResponse.FromString,
+        ),
     )
