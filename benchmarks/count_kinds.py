@@ -6,8 +6,8 @@ import http.client
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from queue import SimpleQueue
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
