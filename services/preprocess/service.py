@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, TypeVar
@@ -92,10 +92,10 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def Session(  # type: ignore[override]  # uses context.read and context.write
         self, calls: AsyncIterator[preprocess_pb2.TokenizeCalls], context: Context
     ) -> None:
-        def handle(
-            request: preprocess_pb2.TokenizeRequest, metadata: Metadata
-        ) -> Awaitable[preprocess_pb2.TokenizeResponse]:
-            return self._staged("tokenize", self._tokenize, request, metadata)
+        async def handle(
+            call: preprocess_pb2.TokenizeCall, metadata: Metadata
+        ) -> Mapping[str, preprocess_pb2.TokenizeResponse]:
+            return {"response": await self._staged("tokenize", self._tokenize, call.request, metadata)}
 
         server = MultiplexedCallServer(
             handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers, max_pause_s=self._max_pause_s

@@ -667,7 +667,7 @@ Global___RouteCalls: _TypeAlias = RouteCalls  # noqa: Y015
 
 @_typing.final
 class RouteCall(_message.Message):
-    """One call of RouteQuery on a session."""
+    """One call on a session: of RouteQuery, or of the method whose request is set instead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,6 +694,8 @@ class RouteCall(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    FREE_FIELD_NUMBER: _builtins.int
+    MARK_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """chosen by the caller; unique among the stream's calls in progress"""
     @_builtins.property
@@ -702,16 +704,26 @@ class RouteCall(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """metadata of the unary call, such as traceparent"""
 
+    @_builtins.property
+    def free(self) -> Global___FreeRequestRequest:
+        """only if RouteAnswers.reports was set"""
+
+    @_builtins.property
+    def mark_prefill_complete(self) -> Global___MarkPrefillCompleteRequest:
+        """as free"""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         request: Global___RouteQueryRequest | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        free: Global___FreeRequestRequest | None = ...,
+        mark_prefill_complete: Global___MarkPrefillCompleteRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "mark_prefill_complete", b"mark_prefill_complete", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "number", b"number", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "mark_prefill_complete", b"mark_prefill_complete", "metadata", b"metadata", "number", b"number", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,16 +736,20 @@ class RouteAnswers(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANSWERS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    reports: _builtins.bool
+    """in the first message: calls of FreeRequest and MarkPrefillComplete are accepted"""
     @_builtins.property
     def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteAnswer]: ...
     def __init__(
         self,
         *,
         answers: _abc.Iterable[Global___RouteAnswer] | None = ...,
+        reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -748,6 +764,8 @@ class RouteAnswer(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FREED_FIELD_NUMBER: _builtins.int
+    MARKED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """of the call"""
     @_builtins.property
@@ -758,16 +776,26 @@ class RouteAnswer(_message.Message):
     def error(self) -> _common_pb2.ErrorDetail:
         """set if the call failed"""
 
+    @_builtins.property
+    def freed(self) -> Global___FreeRequestResponse:
+        """to free"""
+
+    @_builtins.property
+    def marked(self) -> Global___MarkPrefillCompleteResponse:
+        """to mark_prefill_complete"""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         response: Global___RouteQueryResponse | None = ...,
         error: _common_pb2.ErrorDetail | None = ...,
+        freed: Global___FreeRequestResponse | None = ...,
+        marked: Global___MarkPrefillCompleteResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "freed", b"freed", "marked", b"marked", "response", b"response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "number", b"number", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "freed", b"freed", "marked", b"marked", "number", b"number", "response", b"response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from services.common.base.errors import SluiceError, internal, invalid, overloaded
 from services.common.base.packing import unpack_u32
@@ -22,28 +24,29 @@ MAX_CALLS = 16_384
 """Calls of one session whose responses are not sent; with more the session ends as OVERLOADED."""
 BYTES_PER_MESSAGE = 4 << 20
 
-A = TypeVar("A")
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-class MultiplexedCallServer(Generic[A]):
+class MultiplexedCallServer:
     """Serves one caller's stream: each call runs as a task, and responses that are ready together share a message.
 
     Args:
-        handle: returns the response to a request and its metadata.
+        handle: returns the fields of the response to a call with its metadata, such as `response`.
         make_answer: builds the message of one response, such as `TokenizeAnswer`.
         make_answers: builds the message of several responses.
+        greeting: fields of the first message, which says what the session serves.
         most_calls: maximum number of calls in progress and unwritten responses; a caller beyond it is disconnected.
         max_pause_s: as in `BatchWriter`.
     """
 
     def __init__(
         self,
-        handle: Callable[[Any, Metadata], Awaitable[A]],
+        handle: Callable[[Any, Metadata], Awaitable[Mapping[str, Message]]],
         make_answer: Callable[..., Any],
         make_answers: Callable[..., Any],
         most_calls: int = MAX_CALLS,
         max_pause_s: float = 0.0,
+        greeting: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._handle = handle
         self._make_answer = make_answer
@@ -52,7 +55,7 @@ class MultiplexedCallServer(Generic[A]):
         self._max_pause_s = max_pause_s
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Any] = []
-        self._greeting_sent = False
+        self._greeting: Mapping[str, Any] | None = greeting
         self._writer: BatchWriter[Any]
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -90,7 +93,7 @@ class MultiplexedCallServer(Generic[A]):
         try:
             metadata = [(key, call.metadata[key]) for key in call.metadata]
             telemetry.name_request(metadata)
-            answer = self._make_answer(number=call.number, response=await self._handle(call.request, metadata))
+            answer = self._make_answer(number=call.number, **await self._handle(call, metadata))
         except SluiceError as error:
             answer = self._failed(call, error)
         except Exception:
@@ -108,12 +111,12 @@ class MultiplexedCallServer(Generic[A]):
         return self._make_answer(number=call.number, error=to_detail(error))
 
     def _drain(self) -> Any | None:
-        if not self._ready and self._greeting_sent:
+        if not self._ready and self._greeting is None:
             return None
-        self._greeting_sent = True
+        greeting, self._greeting = self._greeting or {}, None
         count, size = 0, 0
         while count < len(self._ready) and size < BYTES_PER_MESSAGE:
             size += self._ready[count].ByteSize()
             count += 1
         answers, self._ready = self._ready[:count], self._ready[count:]
-        return self._make_answers(answers=answers)
+        return self._make_answers(answers=answers, **greeting)

@@ -1,14 +1,14 @@
 """The caller's side of unary calls that share one stream; `call_server` is the server's side.
 
 A unary call costs gRPC about 250 µs of CPU in both processes whatever it carries, a call on a session a tenth of that,
-and calls that are ready together share a message. A `MultiplexedCall` is called, and fails, like the unary method.
+and calls that are ready together share a message. A `MultiplexedCall` is called, and fails, like the unary method, as is what its `beside` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A")
+B = TypeVar("B")
 
 
 class MultiplexedCall(Generic[Q, A]):
@@ -63,28 +64,63 @@ class MultiplexedCall(Generic[Q, A]):
         self._make_calls = make_calls
         self._max_pause_s = max_pause_s
         self._numbers = count(1)
-        self._pending: dict[int, asyncio.Future[A]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Any], str]] = {}  # with the field of the response
         self._calls: list[Any] = []
         self._cancels: list[int] = []
         self._welcome = asyncio.Event()
         self._session: ClientSession[Any, Any] | None = None
         self._established = False  # the server's first message has arrived
+        self._announced: Any = None  # that message
 
-    async def __call__(self, request: Q, *, timeout: float, metadata: Sequence[tuple[str, str]] | None = None) -> A:
+    def __call__(
+        self, request: Q, *, timeout: float, metadata: Sequence[tuple[str, str]] | None = None
+    ) -> Coroutine[Any, Any, A]:
         """Makes one call; raises AioRpcError like the unary RPC.
 
         Args:
             timeout: seconds.
         """
+        return self._call(self._unary, "request", "response", request, timeout, metadata)
+
+    def beside(
+        self, unary: Callable[..., Awaitable[B]], field: str, response: str, announced: str
+    ) -> Callable[..., Awaitable[B]]:
+        """Returns a further RPC of the peer, whose calls share the stream.
+
+        Args:
+            unary: the unary RPC.
+            field: of the message of one call, for the request.
+            response: field of the message of its response.
+            announced: field of the peer's first message; the RPC is unary unless it is set.
+        """
+
+        def call(
+            request: Message, *, timeout: float, metadata: Sequence[tuple[str, str]] | None = None
+        ) -> Awaitable[B]:
+            if not getattr(self._announced, announced, False):
+                return unary(request, timeout=timeout, metadata=metadata)
+            return self._call(unary, field, response, request, timeout, metadata)
+
+        return call
+
+    async def _call(
+        self,
+        unary: Callable[..., Awaitable[B]],
+        field: str,
+        response: str,
+        request: Message,
+        timeout: float,
+        metadata: Sequence[tuple[str, str]] | None,
+    ) -> B:
         session = self._session
         usable = self._established and self._welcome.is_set() and request.ByteSize() <= MAX_BYTES
         if session is None or not usable:
-            return await self._unary(request, timeout=timeout, metadata=metadata)
+            return await unary(request, timeout=timeout, metadata=metadata)
         loop = asyncio.get_running_loop()
         number = next(self._numbers) & 0xFFFFFFFF
-        self._calls.append(self._make_call(number=number, request=request, metadata=dict(metadata or ())))
-        answer: asyncio.Future[A] = loop.create_future()
-        self._pending[number] = answer
+        self._calls.append(self._make_call(number=number, metadata=dict(metadata or ()), **{field: request}))
+        answer: asyncio.Future[B] = loop.create_future()
+        self._pending[number] = answer, response
         session.wake()
         timer = loop.call_later(timeout, _fail, answer, grpc.StatusCode.DEADLINE_EXCEEDED)
         try:
@@ -113,6 +149,7 @@ class MultiplexedCall(Generic[Q, A]):
                 await self._session.run()
             finally:
                 established, self._established, self._session = self._established, False, None
+                self._announced = None
                 self._fail_all()
             if not established:  # the peer does not support sessions, or disconnected
                 self._welcome.clear()
@@ -149,13 +186,14 @@ class MultiplexedCall(Generic[Q, A]):
             if self._session is not None:
                 self._session.close()
             return
-        self._established = True
+        if not self._established:
+            self._established, self._announced = True, message
         for answer in message.answers:
-            pending = self._pending.pop(answer.number, None)
+            pending, response = self._pending.pop(answer.number, (None, ""))
             if pending is None or pending.done():
                 continue
             try:
-                _settle(pending, answer)
+                _settle(pending, answer, response)
             except Exception:
                 log.exception("the response to a call cannot be read", extra={"peer": self._peer})
                 _fail(pending, grpc.StatusCode.INTERNAL)
@@ -164,16 +202,16 @@ class MultiplexedCall(Generic[Q, A]):
         pending, self._pending = self._pending, {}
         self._calls.clear()
         self._cancels.clear()
-        for answer in pending.values():
+        for answer, _ in pending.values():
             _fail(answer, grpc.StatusCode.UNAVAILABLE)
 
 
-def _settle(pending: asyncio.Future[Any], answer: Any) -> None:
-    """Ends a call with its response, or with the error that it contains."""
+def _settle(pending: asyncio.Future[Any], answer: Any, response: str) -> None:
+    """Ends a call with its response, in the field of this name, or with the error that it contains."""
     if answer.HasField("error"):
         pending.set_exception(_typed(answer.error))
     else:
-        pending.set_result(answer.response)
+        pending.set_result(getattr(answer, response))
 
 
 def _fail(answer: asyncio.Future[Any], code: grpc.StatusCode) -> None:
@@ -200,7 +238,7 @@ def preprocess_stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess
 
 
 def router_stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grpc.RouterAsyncStub:
-    """Returns a stub that multiplexes its calls of RouteQuery over one stream.
+    """Returns a stub that multiplexes its calls of RouteQuery, and the reports of requests, over one stream.
 
     Args:
         max_pause_s: as in `BatchWriter`.
@@ -208,5 +246,8 @@ def router_stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grp
     stub: Any = router_pb2_grpc.RouterStub(channel)
     calls = router_pb2.RouteCall, router_pb2.RouteCalls
     stub.RouteQuery = MultiplexedCall("router", stub.RouteQuery, stub.Session, *calls, max_pause_s)
+    stub.FreeRequest = stub.RouteQuery.beside(stub.FreeRequest, "free", "freed", "reports")
+    mark = stub.MarkPrefillComplete
+    stub.MarkPrefillComplete = stub.RouteQuery.beside(mark, "mark_prefill_complete", "marked", "reports")
     typed: router_pb2_grpc.RouterAsyncStub = stub
     return typed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MethodType
@@ -110,16 +110,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Session(  # type: ignore[override]  # reads and writes by context
         self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
     ) -> None:
+        answers = router_pb2.RouteAnswer, router_pb2.RouteAnswers
         calls_server = MultiplexedCallServer(
-            self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers, max_pause_s=self._max_pause_s
+            self._answer_call, *answers, max_pause_s=self._max_pause_s, greeting={"reports": True}
         )
         await calls_server.serve(context)
 
-    async def _route_of_many(
-        self, request: router_pb2.RouteQueryRequest, metadata: Metadata
-    ) -> router_pb2.RouteQueryResponse:
-        with telemetry.stage("router.query", parent=telemetry.carrier_of_metadata(metadata)):
-            return await self.route(request)
+    async def _answer_call(self, call: router_pb2.RouteCall, metadata: Metadata) -> Mapping[str, Message]:
+        parent = telemetry.carrier_of_metadata(metadata)
+        if call.HasField("free"):
+            with telemetry.stage("router.free", parent=parent):
+                return {"freed": await self._free(call.free)}
+        if call.HasField("mark_prefill_complete"):
+            with telemetry.stage("router.mark", parent=parent):
+                return {"marked": await self._mark(call.mark_prefill_complete)}
+        with telemetry.stage("router.query", parent=parent):
+            return {"response": await self.route(call.request)}
 
     async def route(
         self, request: router_pb2.RouteQueryRequest, body: ReadBody | None = None
@@ -158,6 +164,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def MarkPrefillComplete(
         self, request: router_pb2.MarkPrefillCompleteRequest
     ) -> router_pb2.MarkPrefillCompleteResponse:
+        return await self._mark(request)
+
+    async def _mark(self, request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
         ids = within(identity.current.get().scope, request.reservation_ids)
         unknown = await self._router.lifecycle.mark_prefill_complete(ids)
         unknown += len(request.reservation_ids) - len(ids)
@@ -165,6 +174,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     @_unary("free")
     async def FreeRequest(self, request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
+        return await self._free(request)
+
+    async def _free(self, request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
         scope = identity.current.get().scope
         ids = within(scope, request.reservation_ids)
         theirs = frozenset(within(scope, map(_RESERVATION_ID, request.outcomes)))

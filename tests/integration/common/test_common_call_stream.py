@@ -60,11 +60,11 @@ class Tokenizer(preprocess_pb2_grpc.PreprocessServicer):
         if not self.sessions:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED)
 
-        async def handle(request: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
+        async def handle(call: Any, metadata: Iterable[tuple[str, str | bytes]]) -> Any:
             self.shared += 1
             self.metadata = dict(metadata)
             self.named = logs.request_id.get()
-            return await self._tokenize(request)
+            return {"response": await self._tokenize(call.request)}
 
         self.streams += 1
         kinds = preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers

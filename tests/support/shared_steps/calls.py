@@ -31,7 +31,6 @@ class _Metadata(dict[str, str]):
 class _Call:
     def __init__(self, fault: Fault, number: int) -> None:
         self.number = number
-        self.request = number
         self.metadata = _Metadata(fault, number)
 
 
@@ -45,18 +44,19 @@ class _Calls:
 async def serve(fault: Fault) -> Outcome:
     outcome = Outcome()
 
-    async def handle(request: int, metadata: Any) -> str:
-        fault.at(request)
+    async def handle(call: _Call, metadata: Any) -> Any:
+        fault.at(call.number)
         await asyncio.sleep(0)
-        fault.at(request)
-        return "response" if not fault.due(request) else "\ud801"  # a response that its message does not hold
+        fault.at(call.number)
+        # A response that its message does not hold, when the fault is due.
+        return {"response": "response" if not fault.due(call.number) else "\ud801"}
 
     def make_answer(**fields: Any) -> Any:
         if "response" in fields:
             fields["response"] = preprocess_pb2.TokenizeResponse(hash_scheme=fields["response"])
         return preprocess_pb2.TokenizeAnswer(**fields)
 
-    server: MultiplexedCallServer[Any] = MultiplexedCallServer(handle, make_answer, preprocess_pb2.TokenizeAnswers)
+    server: MultiplexedCallServer = MultiplexedCallServer(handle, make_answer, preprocess_pb2.TokenizeAnswers)
     server._writer = cast(Any, mock.Mock())
     calls = [_Call(fault, row) for row in range(ROWS)]
     if fault.due(ROWS // 2):  # a caller that uses the number of a call in progress again
@@ -85,9 +85,9 @@ async def receive(fault: Fault) -> Outcome:
         def close(self) -> None:
             raise AssertionError("the session goes on")
 
-    def settle(pending: asyncio.Future[Any], answer: Any) -> None:
+    def settle(pending: asyncio.Future[Any], answer: Any, response: str) -> None:
         fault.at(answer.number - 1)
-        original(pending, answer)
+        original(pending, answer, response)
 
     original = multiplexed_call._settle
     shared: MultiplexedCall[Any, Any] = MultiplexedCall(

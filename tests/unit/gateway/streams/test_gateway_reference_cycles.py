@@ -98,7 +98,7 @@ async def test_failed_calls_on_a_shared_stream(timeout_s: float) -> None:
         asking = asyncio.ensure_future(stream(Message(), timeout=timeout_s))
         await asyncio.sleep(0)
         if timeout_s > 1:
-            call_stream._fail(next(iter(stream._pending.values())), grpc.StatusCode.NOT_FOUND)
+            call_stream._fail(next(iter(stream._pending.values()))[0], grpc.StatusCode.NOT_FOUND)
         try:
             await asking
         finally:

@@ -2501,6 +2501,20 @@ class RouteAnswer(betterproto2.Message):
     set if the call failed
     """
 
+    freed: "FreeRequestResponse | None" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    to free
+    """
+
+    marked: "MarkPrefillCompleteResponse | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    to mark_prefill_complete
+    """
+
 
 default_message_pool.register_message("sluice.v1", "RouteAnswer", RouteAnswer)
 
@@ -2515,6 +2529,11 @@ class RouteAnswers(betterproto2.Message):
         1, betterproto2.TYPE_MESSAGE, repeated=True
     )
 
+    reports: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
+    """
+    in the first message: calls of FreeRequest and MarkPrefillComplete are accepted
+    """
+
 
 default_message_pool.register_message("sluice.v1", "RouteAnswers", RouteAnswers)
 
@@ -2522,7 +2541,7 @@ default_message_pool.register_message("sluice.v1", "RouteAnswers", RouteAnswers)
 @dataclass(eq=False, repr=False)
 class RouteCall(betterproto2.Message):
     """
-    One call of RouteQuery on a session.
+    One call on a session: of RouteQuery, or of the method whose request is set instead.
     """
 
     number: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -2543,6 +2562,20 @@ class RouteCall(betterproto2.Message):
     )
     """
     metadata of the unary call, such as traceparent
+    """
+
+    free: "FreeRequestRequest | None" = betterproto2.field(
+        4, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    only if RouteAnswers.reports was set
+    """
+
+    mark_prefill_complete: "MarkPrefillCompleteRequest | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    as free
     """
 
 
