@@ -1,7 +1,8 @@
 """The caller's side of unary calls that share one stream; `call_server` is the server's side.
 
 A unary call costs gRPC about 250 µs of CPU in both processes whatever it carries, a call on a session a tenth of that,
-and calls that are ready together share a message. A `MultiplexedCall` is called, and fails, like the unary method, as is what its `beside` returns.
+and calls that are ready together share a message. A `MultiplexedCall`, and what its `beside` returns, is called, and
+fails, like the unary method.
 """
 
 from __future__ import annotations

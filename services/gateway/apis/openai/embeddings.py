@@ -67,7 +67,7 @@ class EmbeddingOperations:
         """Returns a worker of the model, which embeds or classifies; raises SluiceError if there is none."""
         return pooling(self._workers(fields))[0]
 
-    def _workers(self, fields: PoolingFields) -> list[WorkerEntry]:
+    def _workers(self, fields: PoolingFields) -> Sequence[WorkerEntry]:
         registry = self._pipelines.registry
         registry.model(fields.model)
         return registry.of_model(fields.model)

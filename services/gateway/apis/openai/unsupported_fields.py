@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 UNSUPPORTED = "unsupported"
 """The type of the validation error."""
 
+_PLAIN = frozenset((str, int, float, bool, list, dict, type(None)))
+"""Types whose values are no models; looking at the type is cheaper than asking the class of all models."""
 _NO_EFFECT, _HINT, _PLATFORM = "x-no-effect", "x-hint", "x-platform"
 
 
@@ -87,10 +89,11 @@ def _fields_of(model: type[BaseModel]) -> tuple[dict[str, list[Any]], dict[str, 
 def fields_without_effect(fields: BaseModel, prefix: str = "") -> list[str]:
     """Returns the paths of the fields that the client has set and that have no effect."""
     _, without_effect = _fields_of(type(fields))
+    values = vars(fields)
     found = []
     for name in sorted(fields.model_fields_set):
-        value = getattr(fields, name, None)
-        if isinstance(value, BaseModel):
+        value = values.get(name)
+        if type(value) not in _PLAIN and isinstance(value, BaseModel):
             found += fields_without_effect(value, f"{prefix}{name}.")
         elif name in without_effect and not _is_neutral(value, without_effect[name]):
             found.append(prefix + name)

@@ -121,7 +121,7 @@ class WorkerSelector:
                 raise error from None
             return replace(route, degraded=ROUTER_UNAVAILABLE)
 
-    def _candidates(self, placement_request: PlacementRequest, excluded_ids: set[str]) -> list[WorkerEntry]:
+    def _candidates(self, placement_request: PlacementRequest, excluded_ids: set[str]) -> Sequence[WorkerEntry]:
         """Returns the workers that may be chosen; all workers of the model as `AllWorkers`.
 
         Raises:
@@ -131,7 +131,7 @@ class WorkerSelector:
         request, prompt = placement_request.request, placement_request.prompt
         model, hints = request.model, request.hints
         workers = self._registry.of_model(model)
-        remaining = [worker for worker in workers if worker.worker_id not in excluded_ids]
+        remaining = [worker for worker in workers if worker.worker_id not in excluded_ids] if excluded_ids else workers
         if excluded_ids and not any(worker.role is not Role.PREFILL for worker in remaining):
             raise unavailable(f"No worker of model {model!r} can be reached; try again later.", code="no_workers")
         if hints is not NO_HINTS:
@@ -145,7 +145,8 @@ class WorkerSelector:
         needs = (*request.needs, *placement_request.needs)
         if needs and remaining:
             remaining = able(remaining, needs)
-        remaining = with_adapter(remaining, request.lora)
+        if request.lora:
+            remaining = with_adapter(remaining, request.lora)
         if engine_needs := prompt_capabilities(prompt, request.engine_text):
             remaining = [one for one in remaining if one.capabilities.issuperset(engine_needs)]
         healthy = [worker for worker in remaining if self._connections.sound(worker.worker_id)]

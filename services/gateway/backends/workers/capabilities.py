@@ -87,7 +87,7 @@ def with_adapter(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEnt
     Raises:
         SluiceError: NOT_FOUND (adapter_not_found) when no worker has it.
     """
-    remaining = [worker for worker in workers if not adapter or adapter in worker.adapters]
+    remaining = [worker for worker in workers if adapter in worker.adapters] if adapter else list(workers)
     if workers and not remaining:
         raise not_found(
             f"No worker of model {workers[0].model!r} has the LoRA adapter {quoted(adapter)} loaded.",

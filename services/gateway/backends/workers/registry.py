@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -83,6 +83,33 @@ class WorkerEntry:
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
+class WorkersByName(dict[str, WorkerEntry]):
+    """The registered workers by id; those of one model cost one look-up, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_name: dict[str, tuple[WorkerEntry, ...]] = {}  # of names with workers, since the last change
+
+    def of_name(self, name: str) -> tuple[WorkerEntry, ...]:
+        """Returns all workers of a model or, for the name of a LoRA adapter, those that have loaded it."""
+        known = self._of_name.get(name)
+        if known is not None:
+            return known
+        workers = self.values()
+        named = [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
+        if named:
+            self._of_name[name] = tuple(named)
+        return tuple(named)
+
+    def __setitem__(self, worker_id: str, entry: WorkerEntry) -> None:
+        super().__setitem__(worker_id, entry)
+        self._of_name.clear()
+
+    def __delitem__(self, worker_id: str) -> None:
+        super().__delitem__(worker_id)
+        self._of_name.clear()
+
+
 class WorkerRegistry:
     """Follows the worker list of one router replica, and keeps the last one while no router is available.
 
@@ -108,7 +135,7 @@ class WorkerRegistry:
         self._on_up = on_up
         self._on_down = on_down
         self._owner = owner
-        self.workers: dict[str, WorkerEntry] = {}
+        self.workers = WorkersByName()
         self.set_aside: dict[str, tuple[str, str]] = {}
         self._remembered_models: dict[str, None] = {}  # ordered by the last change of a worker
         self.synced = False
@@ -155,10 +182,9 @@ class WorkerRegistry:
         available = f"; available: {known}" if known else ""
         raise not_found(f"The model {quoted(name)} does not exist{available}.", param="model", code="model_not_found")
 
-    def of_model(self, name: str) -> list[WorkerEntry]:
+    def of_model(self, name: str) -> Sequence[WorkerEntry]:
         """Returns all workers of a model or, for the name of a LoRA adapter, those that have loaded it."""
-        workers = self.workers.values()
-        return [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
+        return self.workers.of_name(name)
 
     def has_capability(self, model: str, capability: str) -> bool:
         """Returns whether any worker that serves the model has a capability."""
@@ -172,7 +198,8 @@ class WorkerRegistry:
         """
         kept = {name: value for name, value in self._media_fingerprints.items() if name in self._remembered_models}
         self._media_fingerprints = {**kept, **fingerprints}
-        self.workers.update({name: self._compared(entry) for name, entry in self.workers.items()})
+        for worker_id, entry in [*self.workers.items()]:
+            self.workers[worker_id] = self._compared(entry)
 
     def _compared(self, entry: WorkerEntry) -> WorkerEntry:
         known = self.workers.get(entry.worker_id)
@@ -254,8 +281,9 @@ class WorkerRegistry:
             del self._remembered_models[next(iter(self._remembered_models))]
 
     def _down(self, worker_id: str) -> None:
-        entry = self.workers.pop(worker_id, None)
+        entry = self.workers.get(worker_id)
         if entry is not None:
+            del self.workers[worker_id]
             self._remember(entry.model)
             log.info("worker is down", extra={"worker": worker_id})
             self._on_down(worker_id)

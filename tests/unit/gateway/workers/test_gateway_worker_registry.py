@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -173,3 +175,20 @@ async def test_mark_of_differing_images_follows_the_fingerprint_of_preprocess(fo
     assert followed.registry.workers["c"].media_differ
     followed.registry.compare_media({"m": "x,z"})
     assert not followed.registry.workers["c"].media_differ
+
+
+def test_workers_of_a_name_after_every_change_are_those_of_a_scan() -> None:
+    seeded = random.Random(3)
+    registry = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
+    for _ in range(500):
+        worker_id = f"w{seeded.randrange(6)}"
+        if seeded.random() < 0.4 and worker_id in registry.workers:
+            del registry.workers[worker_id]
+        else:
+            adapters = tuple(seeded.sample(("x", "y", "a"), seeded.randrange(3)))
+            entry = WorkerEntry(worker_id, "h:1", 1, seeded.choice("abc"), 16, 64, 256, frozenset(), 0)
+            registry.workers[worker_id] = replace(entry, adapters=adapters)
+        workers = registry.workers.values()
+        for name in ("a", "b", "c", "x", "y", "none"):
+            expected = [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
+            assert [*registry.of_model(name)] == expected
