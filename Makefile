@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE=
 PYTEST = PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count bench bench-peers clean
+.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count churn bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,10 @@ test-engines: setup ## hold the real vLLM, SGLang and transformers to their test
 count: setup ## count the calls, tasks, messages and Redis commands of one request of each kind; ARGS="--base REV --kind chat --functions"
 	@scripts/redis.sh
 	@.venv/bin/python benchmarks/count.py $(ARGS)
+
+churn: setup ## end and start processes and a model at random under load; ARGS="--minutes 30 --seed 1 --seed 2"
+	@scripts/redis.sh
+	@.venv/bin/python benchmarks/churn.py $(ARGS)
 
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)
