@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE=
 PYTEST = PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count churn bench bench-peers clean
+.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count churn soak bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,10 @@ count: setup ## count the calls, tasks, messages and Redis commands of one reque
 churn: setup ## end and start processes and a model at random under load; ARGS="--minutes 30 --seed 1 --seed 2"
 	@scripts/redis.sh
 	@.venv/bin/python benchmarks/churn.py $(ARGS)
+
+soak: setup ## the same for HOURS=2, with rude clients and batches, and a line through what each process holds; ARGS="--svg soak.svg"
+	@scripts/redis.sh
+	@.venv/bin/python benchmarks/soak.py --hours $(or $(HOURS),2) $(ARGS)
 
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)

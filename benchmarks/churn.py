@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from leftovers import Places, left
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests starts the suite
 
-from churn_load import DEADLINE_S, GUEST, ChurnLoad
+from churn_load import DEADLINE_S, GUEST, ChurnLoad, Seen
 
 from services.common.net.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc
@@ -63,11 +63,13 @@ class Churn:
     """Ends and starts processes of a suite; see the module.
 
     Attributes:
+        tiers: the processes by tier, of which one is left alone at any time; none of the guest model's.
         guest_since: when the guest model's worker was listed by all routers; None: it is away, or comes and goes.
     """
 
     suite: LooseSuite
     draw: random.Random
+    tiers: Mapping[str, Sequence[str]] = field(default_factory=lambda: TIERS)
     events: int = 0
     guest_since: float | None = None
     _away: dict[str, float] = field(default_factory=dict)  # until when, by name
@@ -99,10 +101,10 @@ class Churn:
 
     def _end_one(self) -> None:
         now = time.monotonic()
-        tier = self.draw.choice([*TIERS])
-        present = [name for name in TIERS[tier] if name not in self._away and self._rested.get(name, 0.0) < now]
+        tier = self.draw.choice([*self.tiers])
+        present = [name for name in self.tiers[tier] if name not in self._away and self._rested.get(name, 0.0) < now]
         kept = 0 if tier == GUEST else 1
-        name, how = self.draw.choice(TIERS[tier]), self.draw.choice((signal.SIGKILL, signal.SIGTERM))
+        name, how = self.draw.choice(self.tiers[tier]), self.draw.choice((signal.SIGKILL, signal.SIGTERM))
         away_s = self.draw.uniform(*AWAY_S)
         if name not in present or len(present) <= kept:
             return
@@ -138,26 +140,54 @@ class Churn:
 
 
 @contextmanager
-def churned_suite() -> Iterator[tuple[LooseSuite, str]]:
-    """Runs the suite; yields it with the address of a postprocess replica's metrics."""
+def churned_suite(
+    gateway_flags: tuple[str, ...] = (), measured: Sequence[str] = ("postprocess-0",)
+) -> Iterator[tuple[LooseSuite, dict[str, str]]]:
+    """Runs the suite; yields it with the addresses of the metrics of some processes.
+
+    Args:
+        measured: processes other than the gateway that have metrics.
+    """
     with tempfile.TemporaryDirectory() as folder:
         redis = RedisServer(Path(folder))
         redis.start()
         try:
             model = build_tiny_model(Path(folder) / "tiny")
-            metrics = f"127.0.0.1:{free_port()}"
+            metrics = {name: f"127.0.0.1:{free_port()}" for name in measured}
             flags_of: dict[str, tuple[str, ...]] = dict.fromkeys(TIERS["router"], ("--redis-url", redis.url))
             for name in (*TIERS["preprocess"], *TIERS["postprocess"]):
                 flags_of[name] = ("--models", f"{GUEST}={model}")
-            flags_of["postprocess-0"] += ("--metrics-listen", metrics)
             flags_of[TIERS[GUEST][0]] = ("--model", f"{GUEST}={model}")
+            for name, address in metrics.items():
+                flags_of[name] = (*flags_of.get(name, ()), "--metrics-listen", address)
             slow = ("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "1")
             with LooseSuite(
-                model, worker_flags=slow, flags_of=flags_of, workers=5, postprocess=3, preprocess=2, routers=2
+                model,
+                worker_flags=slow,
+                gateway_flags=gateway_flags,
+                flags_of=flags_of,
+                workers=5,
+                postprocess=3,
+                preprocess=2,
+                routers=2,
             ) as suite:
                 yield suite, metrics
         finally:
             redis.stop()
+
+
+async def nothing_left(suite: LooseSuite, metrics: str) -> dict[str, float]:
+    """Returns what is left of all requests, by kind, when nothing more goes away.
+
+    Args:
+        metrics: of a postprocess replica.
+    """
+    gateway = psutil.Process(suite.pid("gateway"))
+    workers = tuple(suite.address(name) for name in suite.workers)
+    router = suite.address(TIERS["router"][0])
+    remaining = await left(Places(suite.url, f"http://{metrics}", router, workers, gateway))
+    del remaining["connections"]  # of the loads' own clients, kept alive
+    return remaining
 
 
 async def run_churn(suite: LooseSuite, metrics: str, seed: int, minutes: float, streams: int, rate: float) -> bool:
@@ -174,18 +204,19 @@ async def run_churn(suite: LooseSuite, metrics: str, seed: int, minutes: float, 
     finally:
         stop.set()
         await loading
-    gateway = psutil.Process(suite.pid("gateway"))
-    workers = tuple(suite.address(name) for name in suite.workers)
-    routers = [suite.address(name) for name in TIERS["router"]]
-    remaining = await left(Places(suite.url, f"http://{metrics}", routers[0], workers, gateway))
-    del remaining["connections"]  # of the load's own client, kept alive
-    for kind, count in sorted(load.seen.answered.items()):
-        print(f"{kind}: {count:,}")
+    remaining = await nothing_left(suite, metrics)
     print(f"events: {churn.events}, longest request {longest_s:.1f} s, longest pause in a stream {pause_s:.1f} s")
-    print("left:", ", ".join(f"{kind} {count:g}" for kind, count in remaining.items()))
-    for problem in load.seen.problems[:50]:
-        print("problem:", problem)
+    report(load.seen, remaining)
     return not load.seen.problems and not any(remaining.values())
+
+
+def report(seen: Seen, remaining: Mapping[str, float]) -> None:
+    """Prints what became of the requests, and what is left of them."""
+    for kind, count in sorted(seen.answered.items()):
+        print(f"{kind}: {count:,}")
+    print("left:", ", ".join(f"{kind} {count:g}" for kind, count in remaining.items()))
+    for problem in seen.problems[:50]:
+        print("problem:", problem)
 
 
 @app.command()
@@ -199,7 +230,7 @@ def main(
     failed = []
     with churned_suite() as (suite, metrics):
         for number in seed or [1]:
-            good = uvloop.run(run_churn(suite, metrics, number, minutes, streams, rate))
+            good = uvloop.run(run_churn(suite, metrics["postprocess-0"], number, minutes, streams, rate))
             failed += [] if good else [number]
             print(f"seed {number}, {minutes:g} minutes: {'all as it has to be' if good else 'FAILED'}", flush=True)
     raise typer.Exit(1 if failed else 0)

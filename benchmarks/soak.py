@@ -1,0 +1,156 @@
+"""Hours of churn, rude clients and batches, and what the processes that live through it hold more and more of.
+
+    python benchmarks/soak.py --hours 2 --svg soak.svg
+
+The suite and the churn of `churn.py`; the gateway and the first replica of each tier live throughout. Of each, memory,
+open files, threads and tasks are sampled, and after a warm-up a line is fitted: growth beyond its standard error fails,
+as does any request with another answer than before the churn, and anything left of requests at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+import uvloop
+from churn import TIERS, Churn, churned_suite, nothing_left, report
+from churn_load import GUEST, ChurnLoad
+from line_plot import Panel, plot
+from rich.console import Console
+from rich.table import Table
+from slopes import HOUR_S, Slope, slope_of
+from soak_load import run_batches, run_rude
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests starts the suite
+
+from tests.support.servers.loose_suite import LooseSuite
+
+KEPT = ("gateway", "preprocess", "router", "postprocess-0", "worker-0")
+"""The processes that live throughout, which are measured."""
+CHURNED = {tier: [name for name in names if name not in KEPT] for tier, names in TIERS.items()}
+LEAST = {"memory MiB": 8.0, "files": 3.0, "threads": 1.0, "tasks": 3.0}
+"""The least growth in all that is growth, by quantity."""
+SAMPLE_EVERY_S = 5.0
+CALM_S = 10.0
+_KEPT_FILES_S = "120"
+_TASKS = re.compile(r"^sluice_process_tasks(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+Key = tuple[str, str]
+
+
+@dataclass
+class Samples:
+    """What the processes that live throughout held, by process and quantity.
+
+    Args:
+        metrics: URL of the metrics of each process.
+    """
+
+    suite: LooseSuite
+    metrics: Mapping[str, str]
+    points: dict[Key, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    async def take(self, until_s: float) -> None:
+        """Samples until a time."""
+        started = time.monotonic()
+        processes = {name: psutil.Process(self.suite.pid(name)) for name in KEPT}
+        async with httpx.AsyncClient(timeout=30) as client:
+            while time.monotonic() < until_s:
+                for name, process in processes.items():
+                    text = (await client.get(f"{self.metrics[name]}/metrics")).text
+                    held = {
+                        "memory MiB": process.memory_info().rss / 2**20,
+                        "files": float(process.num_fds()),
+                        "threads": float(process.num_threads()),
+                        "tasks": sum(map(float, _TASKS.findall(text))),
+                    }
+                    for quantity, value in held.items():
+                        self.points[name, quantity].append((time.monotonic() - started, value))
+                await asyncio.sleep(SAMPLE_EVERY_S)
+
+
+async def run_soak(
+    suite: LooseSuite, metrics: Mapping[str, str], seed: int, hours: float, streams: int, rate: float
+) -> tuple[bool, Samples]:
+    """Runs all loads beside the churn and the sampling, and prints what became of the requests."""
+    churn = Churn(suite, random.Random(seed), {**CHURNED, GUEST: TIERS[GUEST]}, guest_since=time.monotonic())
+    load = ChurnLoad(suite.url, streams, rate, churn.guest_serves)
+    await load.learn()
+    samples = Samples(suite, {"gateway": suite.url, **{name: f"http://{at}" for name, at in metrics.items()}})
+    stop, until_s = asyncio.Event(), time.monotonic() + HOUR_S * hours
+    loads = (load.run(stop), run_rude(suite.url, stop), run_batches(suite.url, load.seen, stop))
+    loading = asyncio.gather(*loads)
+    try:
+        await asyncio.gather(churn.run(until_s), samples.take(until_s))
+        await asyncio.sleep(CALM_S)
+    finally:
+        stop.set()
+        await loading
+    remaining = await nothing_left(suite, metrics["postprocess-0"])
+    print(f"events: {churn.events}, longest pause in a stream {load.seen.longest_pause_s:.1f} s")
+    report(load.seen, remaining)
+    return not load.seen.problems and not any(remaining.values()), samples
+
+
+def shown(slopes: Mapping[Key, Slope], points: Mapping[Key, Sequence[tuple[float, float]]]) -> Table:
+    """Returns a table of the slopes."""
+    table = Table(title="per hour, after the warm-up")
+    for column in ("process", "quantity", "at first", "at last", "slope", "error", ""):
+        table.add_column(column, justify="left" if column in ("process", "quantity", "") else "right")
+    for (name, quantity), slope in slopes.items():
+        first, last = points[name, quantity][0][1], points[name, quantity][-1][1]
+        figures = f"{first:,.1f}", f"{last:,.1f}", f"{slope.per_hour:+,.2f}", f"{slope.error:,.2f}"
+        table.add_row(name, quantity, *figures, "grows" if slope.grows(LEAST[quantity]) else "")
+    return table
+
+
+def drawn(points: Mapping[Key, Sequence[tuple[float, float]]]) -> str:
+    """Returns an SVG with a diagram for each quantity."""
+    panels = [
+        Panel(
+            quantity,
+            "minutes",
+            {name: [(time_s / 60, value) for time_s, value in points[name, quantity]] for name in KEPT},
+            "linear",
+            "linear",
+        )
+        for quantity in LEAST
+    ]
+    return plot(panels, 2)
+
+
+@app.command()
+def main(
+    hours: Annotated[float, typer.Option(min=0.02, help="time of the churn")] = 2.0,
+    seed: Annotated[int, typer.Option(help="decides which process ends when")] = 1,
+    streams: Annotated[int, typer.Option(min=1, help="streams at a time, without a pause")] = 32,
+    rate: Annotated[float, typer.Option(min=0.1, help="short requests a second")] = 10.0,
+    svg: Annotated[Path | None, typer.Option(help="draw the samples into this file")] = None,
+) -> None:
+    """Soak a suite for hours, and fit a line to what each process holds."""
+    others = [name for name in KEPT if name != "gateway"]
+    with churned_suite(("--files-kept-s", _KEPT_FILES_S), others) as (suite, metrics):
+        good, samples = uvloop.run(run_soak(suite, metrics, seed, hours, streams, rate))
+    slopes = {key: slope_of(points) for key, points in samples.points.items()}
+    Console(width=120).print(shown(slopes, samples.points))
+    if svg is not None:
+        svg.write_text(drawn(samples.points))
+    grown = [key for key, slope in slopes.items() if slope.grows(LEAST[key[1]])]
+    print(f"{hours:g} hours: {'all as it has to be' if good and not grown else 'FAILED'}")
+    raise typer.Exit(0 if good and not grown else 1)
+
+
+if __name__ == "__main__":
+    app()
