@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.common.base.errors import ErrorKind, NoAnswerError, SluiceError, no_answer
 from services.common.base.tasks import TaskOwner
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, passed_on, status_of, to_detail
-from services.gateway.backends.placement.interfaces import PlacementRequest
+from services.gateway.backends.placement.interfaces import AllWorkers, PlacementRequest
 from services.gateway.backends.placement.selector import (
     ROUTER_UNAVAILABLE,
     STALE_ROUTER_CODES,
@@ -106,3 +106,39 @@ async def test_fallback_depends_on_whether_the_transport_failed(status: grpc.Sta
 async def test_query_without_a_router_runs_on_the_least_busy_worker() -> None:
     route = await ask(no_answer("No router replica is ready; retry shortly."))
     assert (route.worker_id, route.degraded) == ("d", ROUTER_UNAVAILABLE)
+
+
+class AheadRouter:
+    """Prefers a worker of which the gateway does not know yet; notes the candidates of each query."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str] | None] = []
+
+    async def route(self, placement_request: PlacementRequest, workers: Any) -> Route:
+        named = None if isinstance(workers, AllWorkers) else [worker.worker_id for worker in workers]
+        self.asked.append(named)
+        return Route("new" if named is None else named[0], reservation_id=placement_request.reservation)
+
+
+async def test_worker_that_only_the_router_knows_is_not_chosen_again() -> None:
+    entry = WorkerEntry("known", "h:1", 1, "m", 16, 100, 100, frozenset(), 0)
+    registry: Any = SimpleNamespace(workers={"known": entry}, of_model=lambda model: (entry,), doubted=False)
+
+    async def ready(timeout_s: float) -> None:
+        return
+
+    def worker(worker_id: str) -> Any:
+        if worker_id == "known":
+            return SimpleNamespace(worker_id=worker_id, ready=ready)
+        raise SluiceError(ErrorKind.CANNOT_CONNECT, f"Worker {worker_id} is not registered with this gateway.")
+
+    freed: list[str] = []
+    tasks, router, reservations = TaskOwner(), AheadRouter(), cast(Any, SimpleNamespace(free=freed.append))
+    selector = WorkerSelector(
+        router, reservations, registry, cast(Any, SimpleNamespace(sound=bool, worker=worker)), tasks
+    )
+    placement = await selector.place(PlacementRequest(REQUEST, "r", PROMPT, 16, 0, NO_DEADLINE))
+    await tasks.close()
+    assert placement.route.worker_id == "known"
+    assert router.asked == [None, ["known"]]
+    assert freed == ["r"]

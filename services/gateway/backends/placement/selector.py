@@ -152,7 +152,8 @@ class WorkerSelector:
         healthy = [worker for worker in remaining if self._connections.sound(worker.worker_id)]
         if any(worker.role is not Role.PREFILL for worker in healthy):  # else try one whose circuit breaker is open
             remaining = healthy
-        return AllWorkers(workers) if len(remaining) == len(workers) else remaining
+        # A worker may be excluded of which only the router knows yet: without the list, it would be chosen again.
+        return AllWorkers(workers) if len(remaining) == len(workers) and not excluded_ids else remaining
 
     async def _query_router(self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
         """Returns the router's choice; retries briefly while a router replica catches up on new workers."""
