@@ -85,6 +85,9 @@ class Router:
         policies: ComposedPolicies | None = None,
     ) -> None:
         self.config = config = config or RouterConfig()
+        policies = policies or ComposedPolicies()
+        self.reads_headers = bool(policies.file.compositions)
+        """Whether a policy may read the headers of queries."""
         self.metrics = Metrics()
         self.ready = asyncio.Event()
         self._tokenize_body = tokenize
@@ -110,7 +113,7 @@ class Router:
         self.worker_manager = WorkerManager(replica, config.max_worker_models, config.name_pin_ms)
         self._disagg = DisaggPlanner(self.registry, config.disagg, config.queue_limit)
         defaults = SelectorConfig(config.policy, config.reservation_ttl_ms, config.owner_lease_ms, config.thresholds)
-        self._selector = Selector(replica, defaults, random, policies or ComposedPolicies())
+        self._selector = Selector(replica, defaults, random, policies)
         sessions = SessionAffinity(store, replica.health, config.session_ttl_ms)
         self._scheduler = Scheduler(replica, self._selector, sessions, self._disagg)
         self._watch()
@@ -172,9 +175,8 @@ class Router:
         async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
             ready, waited_ms = await pending.ready(), int((time.monotonic() - started) * 1000)
-            if ready.waited_ms != waited_ms:
-                ready = replace(ready, waited_ms=waited_ms)
-            return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
+            workers = with_adapter(workers, query.prompt.lora)
+            return await self._scheduler.decide(ready, view, workers, place, waited_ms)
 
         try:
             terms = wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
@@ -203,7 +205,7 @@ class Router:
         self.metrics.tokenizing_failed.add(1, {"why": degraded})
         prompt = query.prompt
         length = prompt.prompt_tokens or prompt.size // BYTES_PER_TOKEN
-        return replace(query, prompt=Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
+        return query.with_prompt(Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
 
     async def tokenized(self, model: str, prompt: Prompt, ids: bool = False) -> Prompt:
         """Returns the prompt, tokenized if it is an OpenAI body.
@@ -240,7 +242,7 @@ class Router:
 
     async def _with_tokens(self, query: Query) -> Query:
         prompt = await self.tokenized(query.model, query.prompt, query.return_token_ids)
-        return query if prompt is query.prompt else replace(query, prompt=prompt)
+        return query if prompt is query.prompt else query.with_prompt(prompt)
 
     def report(self, worker: Worker) -> bytes:
         """Returns a worker's last load report; empty before the first one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -88,16 +87,14 @@ class PreprocessBodies:
         waits = bool(request.chat.media)
         response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s, waits=waits)
         hashed = bool(response.block_hashes)
-        return replace(
-            prompt,
-            openai_body=b"",
-            body=None,
-            cache_salt=request.cache_salt,
+        return Prompt(
             token_ids=response.token_ids,
             block_hashes=response.block_hashes,
             hash_scheme=response.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,
             prompt_tokens=response.prompt_tokens or len(response.token_ids) // 4,
+            lora=prompt.lora,
+            cache_salt=request.cache_salt,
             media=read_spans(response.media),
         )
 

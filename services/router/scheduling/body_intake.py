@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from services.common.base.budgets import Budget, BudgetPool
@@ -55,47 +54,53 @@ class BodyIntake:
         self._subject = subject
         self._param = param
 
-    @asynccontextmanager
-    async def parsed(self, text: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Provides a body as a JSON object, whose memory is held until the end of the context.
+    async def parse(self, text: bytes) -> tuple[dict[str, Any], int]:
+        """Returns a body as a JSON object, and the bytes of memory that are held for it.
 
-        Drop every reference to the object there, before waiting for anything else.
+        Drop every reference to the object before waiting for anything else, and give the memory back.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for anything but a JSON object within the budgets, TOO_LARGE for one that
                 exceeds the memory, OVERLOADED while others hold it, UNAVAILABLE if too many bodies wait.
         """
+        if len(text) <= LARGE_BYTES:  # these exist one at a time, because nothing waits while they do
+            return self._object(self._intake.parse_now(text)), 0
         held = 0
 
         def hold(text: bytes, marks: Marks) -> None:
             nonlocal held
-            if len(text) > LARGE_BYTES:  # shorter ones exist one at a time, because nothing waits while they do
-                size = parsed_size(text, marks)
-                self._check(size + len(text))  # the text is held by its entrance
-                self._take(size)
-                held = size
+            size = parsed_size(text, marks)
+            self._check(size + len(text))  # the text is held by its entrance
+            self.take(size)
+            held = size
 
         try:
-            parsed = await self._intake.parse(text, TURN_S, hold)
-            if not isinstance(parsed, dict):
-                raise invalid(f"{self._subject} is not a JSON object.", param=self._param)
-            yield parsed
-        finally:
+            return self._object(await self._intake.parse(text, TURN_S, hold)), held
+        except BaseException:
+            self.give_back(held)
+            raise
+
+    def give_back(self, held: int) -> None:
+        """Gives back what `parse` has held."""
+        if held:
             self._memory.give_back(held)
 
-    @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        """Holds `size` bytes of the memory during the context, for what is made of a body; raises as `parsed`."""
-        self._take(size)
-        try:
-            yield
-        finally:
-            self._memory.give_back(size)
+    def holding(self, size: int) -> _Held:
+        """Returns a context that holds `size` bytes of the memory, for what is made of a body; raises as `parse`."""
+        return _Held(self, size)
 
     async def read(self, text: bytes) -> ReadBody:
-        """Returns the prompt of an OpenAI body; raises SluiceError as `parsed` and `read_body`."""
-        async with self.parsed(text) as document:
+        """Returns the prompt of an OpenAI body; raises SluiceError as `parse` and `read_body`."""
+        document, held = await self.parse(text)
+        try:
             return await beside(len(text), read_body, document)
+        finally:
+            self.give_back(held)
+
+    def _object(self, parsed: Any) -> dict[str, Any]:
+        if not isinstance(parsed, dict):
+            raise invalid(f"{self._subject} is not a JSON object.", param=self._param)
+        return parsed
 
     def _check(self, size: int) -> None:
         if size > self._memory.limit:
@@ -107,7 +112,8 @@ class BodyIntake:
                 code="request_too_large",
             )
 
-    def _take(self, size: int) -> None:
+    def take(self, size: int) -> None:
+        """Takes memory for what is made of a body, to be given back; raises as `parse`."""
         self._check(size)
         if not self._memory.try_grow(size):
             raise self._memory.refuse(
@@ -116,6 +122,22 @@ class BodyIntake:
                 code="overloaded",
                 retry_after_ms=1000,
             )
+
+
+class _Held:
+    """The context of `BodyIntake.holding`."""
+
+    __slots__ = ("_intake", "_size")
+
+    def __init__(self, intake: BodyIntake, size: int) -> None:
+        self._intake = intake
+        self._size = size
+
+    def __enter__(self) -> None:
+        self._intake.take(self._size)
+
+    def __exit__(self, *_: object) -> None:
+        self._intake.give_back(self._size)
 
 
 def openai_bodies(pace: BodyPace | None = None) -> BodyIntake:

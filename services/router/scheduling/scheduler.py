@@ -38,13 +38,14 @@ class Scheduler:
         self._single_flight = PrefixSingleFlight()
 
     async def decide(
-        self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True
+        self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True, waited_ms: int = 0
     ) -> RouteResult:
         """Chooses workers, and reserves load there if the query has a request id.
 
         Args:
             workers: the model's workers that accept requests; at least one.
             place: False: succeed only for a request that has a reservation; any other raises AllBusy.
+            waited_ms: how long the query has waited so far.
 
         Raises:
             AllBusy: every eligible worker is over its busy thresholds.
@@ -60,7 +61,7 @@ class Scheduler:
             matched = perf_counter()
             eligible = self._disagg.plan(query, workers, blocks, overlaps)
             demand = blocks.demand(query.expected_output_tokens)
-            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned)
+            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned, waited_ms)
             decode, prefill, skipped = await self._select(request, eligible)
             runs_prompt = prefill or decode
             computes = query.role is not Role.DECODE

@@ -325,7 +325,7 @@ class Selector:
             allowed=query.candidates,
             output=0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             owner=Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
-            order=QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, query.waited_ms),
+            order=QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, request.waited_ms),
         )
 
 

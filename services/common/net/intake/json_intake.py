@@ -116,12 +116,13 @@ class JsonIntake:
 
     def _checked(self, text: bytes, check: Check | None) -> None:
         """Checks values and depth of a text, and makes further checks."""
-        marks = Marks.of(text)
+        marks = None if check is None else Marks.of(text)
         if self._values is not None:
             check_values(text, self._values, marks, subject=self._subject, param=self._param)
-        if marks.lists + marks.objects > MAX_DEPTH and depth_of(text) > MAX_DEPTH:
+        opened = text.count(b"[") + text.count(b"{") if marks is None else marks.lists + marks.objects
+        if opened > MAX_DEPTH and depth_of(text) > MAX_DEPTH:
             raise self._too_deep()
-        if check is not None:
+        if check is not None and marks is not None:
             check(text, marks)
 
     def _too_deep(self) -> SluiceError:
