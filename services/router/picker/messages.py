@@ -105,7 +105,7 @@ def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterable[bytes]:
     if pick.body:
         head += _content_length(len(pick.body))
     # Envoy waits for the end of an empty body too.
-    body = _streamed(REQUEST_BODY, pick.body, last == "request_body") if pick.body or last == "request_body" else ()
+    body = streamed(REQUEST_BODY, pick.body, last == "request_body") if pick.body or last == "request_body" else ()
     return chain((head,), body, (REQUEST_TRAILERS,) if last == "request_trailers" else ())
 
 
@@ -165,26 +165,23 @@ def _receipts(text: str) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 
 
-def response_body(body: bytes, end: bool) -> Iterable[bytes]:
-    """Returns the responses that pass on a chunk of a response."""
-    return _streamed(RESPONSE_BODY, body, end)
+def streamed(kind: int, body: bytes, end: bool) -> Iterable[bytes]:
+    """Returns responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
 
+    Each is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}},
+    written directly: as protobuf objects, a body would be copied three times.
 
-def _streamed(kind: int, body: bytes, end: bool) -> Iterable[bytes]:
-    """Returns responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`."""
-    if len(body) <= CHUNK:
-        return (_part(kind, body, end),)
-    starts = range(0, len(body), CHUNK)
-    return (_part(kind, body[start : start + CHUNK], end and start == starts[-1]) for start in starts)
-
-
-def _part(kind: int, part: bytes, end: bool) -> bytes:
-    """Returns a response with a part of a body, written directly: as protobuf objects, it would be copied three times.
-
-    It is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}}.
+    Args:
+        kind: REQUEST_BODY or RESPONSE_BODY.
     """
-    prefix = _prefix(kind, len(part), end)
-    return b"".join((prefix, part, _END)) if end else prefix + part
+    size = len(body)
+    if size <= CHUNK:
+        prefix = _prefix(kind, size, end)
+        return (prefix + body + _END if end else prefix + body,)
+    starts = range(0, size, CHUNK)
+    return chain.from_iterable(
+        streamed(kind, body[start : start + CHUNK], end and start + CHUNK >= size) for start in starts
+    )
 
 
 @lru_cache(maxsize=4_096)

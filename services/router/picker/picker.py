@@ -21,7 +21,7 @@ from services.router.router import Router
 from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, beside
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
-from services.router.scheduling.request_bodies import Api, has_several_prompts
+from services.router.scheduling.request_bodies import Api, api_of, has_several_prompts
 from services.router.scheduling.route_headers import DESTINATION, WORKER, headers_of
 from services.router.state.reservations.cost import CostModel
 from services.router.state.reservations.ids import reservation_id
@@ -152,12 +152,16 @@ class Picker:
             return self._any(request, body)
         if read.query is None:
             return self._any(request, read.body, read.model)
-        with self._bodies.holding(HELD_FACTOR * read.query.prompt.size):
+        held = HELD_FACTOR * read.query.prompt.size
+        self._bodies.take(held)
+        try:
             return await self._pick(request, read.body, read.query)
+        finally:
+            self._bodies.give_back(held)
 
     async def _read(self, request: HttpRequest, body: bytes) -> _ReadRequest | None:
         """Returns what is read from a body; None if it is of an API that the picker does not read."""
-        api = request.api
+        api = api_of(request.path)
         try:
             document, held = await self._bodies.parse(body)
         except SluiceError:
@@ -174,7 +178,8 @@ class Picker:
                 return _ReadRequest(body, model)
             return _ReadRequest(body, model, self._query(request, document, model, Prompt(body=prompt, lora=adapter)))
         finally:
-            self._bodies.give_back(held)
+            if held:
+                self._bodies.give_back(held)
 
     async def _pick(self, request: HttpRequest, body: bytes, query: Query) -> PickedEndpoint:
         for _ in range(ATTEMPTS):
@@ -273,7 +278,7 @@ class Picker:
             prompt=prompt,
             cost=self._cost,
             request_id=_unique(request.request_id),
-            candidates=self._candidates(request, model),
+            candidates=None if request.subset is None else self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:MAX_ID_LENGTH] if isinstance(session, str) else "",
@@ -328,12 +333,21 @@ class Picker:
         if self._gateways is not None:
             headers[WORKER] = ",".join(worker.worker_id for worker in (route.worker, *route.fallbacks))
             pick = self._through_gateway(request, headers, body)
-        elif not request.allows(endpoint_of(route.worker)):
-            raise _OutsideSubset
         else:
-            endpoints = (endpoint_of(route.worker), *filter(request.allows, map(endpoint_of, route.fallbacks)))
+            first = endpoint_of(route.worker)
+            if request.subset is not None and not request.allows(first):
+                raise _OutsideSubset
+            endpoints = (first, *filter(request.allows, map(endpoint_of, route.fallbacks)))
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
-            pick.booked = _booked(query, route)
+            pick.booked = _Booked(
+                route.worker.worker_id,
+                query.model,
+                query.request_id,
+                route.prompt or Prompt(),
+                route.prompt_tokens,
+                query.priority,
+                query.deadline_unix_ms,
+            )
         pick.reservation, pick.degraded = route.reservation_id, route.degraded
         if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
             pick.receipt = route.receipt
@@ -353,18 +367,6 @@ def _unique(request_id: str) -> str:
     """Returns the id of a booking. Clients may repeat their ids, but each of their requests is booked."""
     given = request_id[:MAX_ID_LENGTH].replace("\0", "")
     return f"{given}.{os.urandom(6).hex()}" if given else os.urandom(16).hex()
-
-
-def _booked(query: Query, route: RouteResult) -> _Booked:
-    return _Booked(
-        route.worker.worker_id,
-        query.model,
-        query.request_id,
-        route.prompt or Prompt(),
-        route.prompt_tokens,
-        query.priority,
-        query.deadline_unix_ms,
-    )
 
 
 def endpoint_of(worker: Worker) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from services.common.base.budgets import Budget, BudgetPool
-from services.common.base.errors import ErrorKind, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.net.intake.json_intake import MAX_VALUES, JsonIntake
 from services.common.net.intake.json_size import parsed_size
 from services.common.net.intake.json_values import Marks
@@ -63,31 +64,40 @@ class BodyIntake:
             SluiceError: INVALID_ARGUMENT for anything but a JSON object within the budgets, TOO_LARGE for one that
                 exceeds the memory, OVERLOADED while others hold it, UNAVAILABLE if too many bodies wait.
         """
-        if len(text) <= LARGE_BYTES:  # these exist one at a time, because nothing waits while they do
-            return self._object(self._intake.parse_now(text)), 0
         held = 0
 
         def hold(text: bytes, marks: Marks) -> None:
             nonlocal held
             size = parsed_size(text, marks)
-            self._check(size + len(text))  # the text is held by its entrance
+            if size + len(text) > self._memory.limit:  # the text is held by its entrance
+                raise self._too_large(size + len(text))
             self.take(size)
             held = size
 
         try:
-            return self._object(await self._intake.parse(text, TURN_S, hold)), held
+            if len(text) <= LARGE_BYTES:  # these exist one at a time, because nothing waits while they do
+                parsed = self._intake.parse_now(text)
+            else:
+                parsed = await self._intake.parse(text, TURN_S, hold)
+            if not isinstance(parsed, dict):
+                raise invalid(f"{self._subject} is not a JSON object.", param=self._param)
+            return parsed, held
         except BaseException:
             self.give_back(held)
             raise
 
     def give_back(self, held: int) -> None:
-        """Gives back what `parse` has held."""
-        if held:
-            self._memory.give_back(held)
+        """Gives back memory that is held by `parse` or `take`."""
+        self._memory.give_back(held)
 
-    def holding(self, size: int) -> _Held:
-        """Returns a context that holds `size` bytes of the memory, for what is made of a body; raises as `parse`."""
-        return _Held(self, size)
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Holds `size` bytes of the memory during the context, for what is made of a body; raises as `parse`."""
+        self.take(size)
+        try:
+            yield
+        finally:
+            self.give_back(size)
 
     async def read(self, text: bytes) -> ReadBody:
         """Returns the prompt of an OpenAI body; raises SluiceError as `parse` and `read_body`."""
@@ -97,24 +107,19 @@ class BodyIntake:
         finally:
             self.give_back(held)
 
-    def _object(self, parsed: Any) -> dict[str, Any]:
-        if not isinstance(parsed, dict):
-            raise invalid(f"{self._subject} is not a JSON object.", param=self._param)
-        return parsed
-
-    def _check(self, size: int) -> None:
-        if size > self._memory.limit:
-            raise self._memory.refuse(
-                f"{self._subject} takes {size} bytes with all that is made of it, more than the limit of "
-                f"{self._memory.limit}; send fewer values in one request",
-                param=self._param,
-                kind=ErrorKind.TOO_LARGE,
-                code="request_too_large",
-            )
+    def _too_large(self, size: int) -> SluiceError:
+        return self._memory.refuse(
+            f"{self._subject} takes {size} bytes with all that is made of it, more than the limit of "
+            f"{self._memory.limit}; send fewer values in one request",
+            param=self._param,
+            kind=ErrorKind.TOO_LARGE,
+            code="request_too_large",
+        )
 
     def take(self, size: int) -> None:
         """Takes memory for what is made of a body, to be given back; raises as `parse`."""
-        self._check(size)
+        if size > self._memory.limit:
+            raise self._too_large(size)
         if not self._memory.try_grow(size):
             raise self._memory.refuse(
                 "The memory for request bodies is full; retry later",
@@ -122,22 +127,6 @@ class BodyIntake:
                 code="overloaded",
                 retry_after_ms=1000,
             )
-
-
-class _Held:
-    """The context of `BodyIntake.holding`."""
-
-    __slots__ = ("_intake", "_size")
-
-    def __init__(self, intake: BodyIntake, size: int) -> None:
-        self._intake = intake
-        self._size = size
-
-    def __enter__(self) -> None:
-        self._intake.take(self._size)
-
-    def __exit__(self, *_: object) -> None:
-        self._intake.give_back(self._size)
 
 
 def openai_bodies(pace: BodyPace | None = None) -> BodyIntake:
