@@ -49,7 +49,8 @@ class ChatPrompt:
     def held(self) -> int:
         """Bytes of its JSON and its media items."""
         texts = self.messages_json, self.tools_json, self.template_kwargs_json, self.documents_json
-        return sum(map(len, texts)) + sum(len(item.data) + len(item.url) for item in self.media)
+        items = sum(len(item.data) + len(item.url) for item in self.media) if self.media else 0
+        return sum(map(len, texts)) + items
 
 
 @dataclass(frozen=True, slots=True)

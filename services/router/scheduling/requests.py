@@ -40,6 +40,7 @@ class SchedulingRequest:
         demand: blocks that the request needs.
         pinned: rank of the session's last request.
         waited_ms: how long the query has waited so far.
+        policy: name of the policy that applies.
     """
 
     query: Query
@@ -50,6 +51,7 @@ class SchedulingRequest:
     place: bool = True
     pinned: WorkerRank | None = None
     waited_ms: int = 0
+    policy: str = ""
 
     def offers(self, slots: Sequence[WorkerRank], make: MakeOffer, part: Part) -> list[Offer]:
         """Returns the offers of ranks for one part: computation for prefill workers, KV blocks for decode workers."""
