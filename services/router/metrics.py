@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram, watch
-from services.common.observability.label_bounds import Label
+from services.common.observability.label_bounds import NO_LABELS, Label
 
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -169,7 +169,8 @@ class Metrics:
         self.picker_requests = Counter(PICKER_REQUESTS)
         self.picker_seconds = Histogram(PICKER_SECONDS)
         self.picker_moved = Counter(PICKER_MOVED)
-        self.picker_streams = Gauge(PICKER_STREAMS)
+        self.picker_streams = 0
+        watch(PICKER_STREAMS, lambda: [(self.picker_streams, NO_LABELS)])
         self.event_batches = Counter(EVENT_BATCHES)
         self.disconnected_workers = Counter(DISCONNECTED_WORKERS)
         self.refused = Counter(REFUSED)

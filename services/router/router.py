@@ -15,7 +15,7 @@ from services.common.base.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager
-from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, no_workers, wait_terms
+from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers, wait_terms
 from services.router.scheduling.decisions import Decisions, decision_on
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
@@ -85,6 +85,9 @@ class Router:
         policies: ComposedPolicies | None = None,
     ) -> None:
         self.config = config = config or RouterConfig()
+        policies = policies or ComposedPolicies()
+        self.reads_headers = bool(policies.file.compositions)
+        """Whether a policy may read the headers of queries."""
         self.metrics = Metrics()
         self.ready = asyncio.Event()
         self._tokenize_body = tokenize
@@ -110,7 +113,7 @@ class Router:
         self.worker_manager = WorkerManager(replica, config.max_worker_models, config.name_pin_ms)
         self._disagg = DisaggPlanner(self.registry, config.disagg, config.queue_limit)
         defaults = SelectorConfig(config.policy, config.reservation_ttl_ms, config.owner_lease_ms, config.thresholds)
-        self._selector = Selector(replica, defaults, random, policies or ComposedPolicies())
+        self._selector = Selector(replica, defaults, random, policies)
         sessions = SessionAffinity(store, replica.health, config.session_ttl_ms)
         self._scheduler = Scheduler(replica, self._selector, sessions, self._disagg)
         self._watch()
@@ -172,12 +175,13 @@ class Router:
         async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
             ready, waited_ms = await pending.ready(), int((time.monotonic() - started) * 1000)
-            if ready.waited_ms != waited_ms:
-                ready = replace(ready, waited_ms=waited_ms)
-            return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
+            workers = with_adapter(workers, query.prompt.lora) if query.prompt.lora else workers
+            return await self._scheduler.decide(ready, view, workers, place, waited_ms)
+
+        def terms() -> WaitTerms:
+            return wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
 
         try:
-            terms = wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
             route, waited_ms = await self.queues.admit(query.model, attempt, terms, pending.prepare)
         except AllBusy:
             self.metrics.shed.add(1)
@@ -189,11 +193,14 @@ class Router:
 
     async def _tokenize(self, query: Query) -> tuple[Query, str]:
         """Returns the query with a tokenized prompt, and why it has only the prompt's length (empty: it has tokens)."""
+        prompt = query.prompt
         if not query.tokenize_ms:
-            return await self._with_tokens(query) if _is_body(query.prompt) else query, ""
+            if _is_body(prompt):
+                query = query.with_prompt(await self.tokenized(query.model, prompt, query.return_token_ids))
+            return query, ""
         try:
             async with asyncio.timeout(query.tokenize_ms / 1000):
-                return await self._with_tokens(query), ""
+                return query.with_prompt(await self.tokenized(query.model, prompt, query.return_token_ids)), ""
         except TimeoutError:
             degraded = TOKENIZING_LATE
         except SluiceError as error:
@@ -201,9 +208,8 @@ class Router:
                 raise
             degraded = TOKENIZING_FAILED
         self.metrics.tokenizing_failed.add(1, {"why": degraded})
-        prompt = query.prompt
         length = prompt.prompt_tokens or prompt.size // BYTES_PER_TOKEN
-        return replace(query, prompt=Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
+        return query.with_prompt(Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
 
     async def tokenized(self, model: str, prompt: Prompt, ids: bool = False) -> Prompt:
         """Returns the prompt, tokenized if it is an OpenAI body.
@@ -228,7 +234,7 @@ class Router:
             raise not_found(
                 f"Worker {slot.worker_id} rank {slot.rank} does not serve model {query.model}.", param="worker_id"
             )
-        query = await self._with_tokens(query)
+        query = query.with_prompt(await self.tokenized(query.model, query.prompt, query.return_token_ids))
         blocks = in_blocks(query.prompt, [worker])
         overlaps = view.match(blocks.hashes)
         overlap = overlaps.get(slot, NO_OVERLAP)
@@ -237,10 +243,6 @@ class Router:
         if not choice.repeated and worker.role is not Role.DECODE:
             view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
-
-    async def _with_tokens(self, query: Query) -> Query:
-        prompt = await self.tokenized(query.model, query.prompt, query.return_token_ids)
-        return query if prompt is query.prompt else replace(query, prompt=prompt)
 
     def report(self, worker: Worker) -> bytes:
         """Returns a worker's last load report; empty before the first one."""
@@ -278,7 +280,8 @@ class Router:
 
     def _serving(self, model: str) -> tuple[ModelState, Sequence[Worker]]:
         """Returns the state of a model and its workers that accept requests."""
-        self.check_ready()
+        if not self.ready.is_set():
+            self.check_ready()
         view = self._replica.synchronizer.find(model)
         workers = self.registry.serving(model)
         if view is not None and workers:
@@ -315,7 +318,8 @@ class Router:
         if route.waited_ms:
             self.metrics.waited_seconds.record(route.waited_ms / 1000)
         self.metrics.prompt_blocks.add(route.prompt_blocks)
-        self.metrics.overlap_blocks.add(route.overlap.blocks)
+        if overlap := route.overlap.blocks:
+            self.metrics.overlap_blocks.add(overlap)
         if route.reservation_id and not route.repeated:
             decision = decision_on(query, route)
             self.metrics.decided(decision.model, decision.media_items, decision.cached_media_items)

@@ -16,6 +16,21 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names under which chat templates take the switch for thinking."""
 
 
+_OPTIONS = frozenset(
+    (
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        *TEMPLATE_HINTS,
+    )
+)
+"""Fields of a chat, besides its messages, that decide its prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation, as the JSON that the client sent; references in the messages stand for the media items."""
@@ -34,7 +49,8 @@ class ChatPrompt:
     def held(self) -> int:
         """Bytes of its JSON and its media items."""
         texts = self.messages_json, self.tools_json, self.template_kwargs_json, self.documents_json
-        return sum(map(len, texts)) + sum(len(item.data) + len(item.url) for item in self.media)
+        items = sum(len(item.data) + len(item.url) for item in self.media) if self.media else 0
+        return sum(map(len, texts)) + items
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,8 @@ def chat_prompt(body: Mapping[str, Any], messages: Sequence[Any], media: Sequenc
         body: `messages` is not read.
         messages: those of the body, with references to `media` in place of media items.
     """
+    if _OPTIONS.isdisjoint(body):
+        return ChatPrompt(orjson.dumps(messages), media=tuple(media))
     return ChatPrompt(
         messages_json=orjson.dumps(messages),
         tools_json=dump_json(body.get("tools")),

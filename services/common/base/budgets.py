@@ -168,7 +168,8 @@ class BudgetPool(Budget):
     def give_back(self, amount: int) -> None:
         """Returns all or part of a share."""
         self.used -= amount
-        self._grant()
+        if self._waiting:
+            self._grant()
 
     def _grant(self) -> None:
         while self._waiting and self.used + self._waiting[0][0] <= self.limit:

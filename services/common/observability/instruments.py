@@ -10,6 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, product
 
@@ -105,7 +106,7 @@ class Counter(Instrument):
 
     def __init__(self, declared: Declared) -> None:
         self._bounds = LabelBounds(declared.labels)
-        self._counts = dict.fromkeys(_declared_combinations(declared.labels), 0.0)
+        self._counts = defaultdict(float, dict.fromkeys(_declared_combinations(declared.labels), 0.0))
         self._lock = threading.Lock()
         super().__init__(declared)
 
@@ -113,7 +114,7 @@ class Counter(Instrument):
         """Adds to the value of these labels."""
         key = self._bounds.values(labels) if self.declared.labels else ()
         with self._lock:
-            self._counts[key] = self._counts.get(key, 0.0) + amount
+            self._counts[key] += amount
 
     def values(self) -> dict[Labels, float]:
         """Returns the counts by label values."""
@@ -132,7 +133,7 @@ class Histogram(Instrument):
         self._bounds = LabelBounds(declared.labels)
         self._edges = declared.buckets
         self._counts: dict[Labels, list[int]] = {}
-        self._sums: dict[Labels, float] = {}
+        self._sums: defaultdict[Labels, float] = defaultdict(float)
         self._lock = threading.Lock()
         super().__init__(declared)
 
@@ -141,11 +142,9 @@ class Histogram(Instrument):
         key = self._bounds.values(labels) if self.declared.labels else ()
         bucket = bisect_left(self._edges, value)
         with self._lock:
-            counts = self._counts.get(key)
-            if counts is None:
-                counts = self._counts[key] = [0] * (len(self._edges) + 1)
-                self._sums[key] = 0.0
-            counts[bucket] += 1
+            if key not in self._counts:
+                self._counts[key] = [0] * (len(self._edges) + 1)
+            self._counts[key][bucket] += 1
             self._sums[key] += value
 
     def values(self) -> dict[Labels, float]:

@@ -53,8 +53,7 @@ class LabelBounds:
     def values(self, labels: Mapping[str, str]) -> tuple[str, ...]:
         """Returns the bounded values in declared order; a missing one is empty."""
         given = tuple(map(labels.get, self._names, self._missing))
-        recorded = self._recorded.get(given)
-        return recorded if recorded is not None else self._bounded(given)
+        return self._recorded[given] if given in self._recorded else self._bounded(given)
 
     def _bounded(self, given: tuple[str, ...]) -> tuple[str, ...]:
         with self._lock:

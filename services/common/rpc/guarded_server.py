@@ -13,22 +13,27 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class _GuardedHandlers(grpc.GenericRpcHandler):
-    """The handlers of a service, by method, whose requests are checked.
+    """The handlers of all services of a server, by method, whose requests are checked.
 
-    Args:
-        handlers: returns the same handler for a method each time.
+    gRPC asks one after the other for each call.
+
+    Attributes:
+        handlers: each returns the same handler for a method each time.
     """
 
-    def __init__(self, handlers: grpc.GenericRpcHandler) -> None:
-        self._handlers = handlers
+    def __init__(self) -> None:
+        self.handlers: list[grpc.GenericRpcHandler] = []
         self._guarded: dict[str, Handler] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         method = handler_call_details.method
-        known = self._guarded.get(method)
-        if known is None and (handler := self._handlers.service(handler_call_details)) is not None:
-            known = self._guarded[method] = with_guard(handler)
-        return known
+        if method in self._guarded:
+            return self._guarded[method]
+        for handlers in self.handlers:
+            if (handler := handlers.service(handler_call_details)) is not None:
+                self._guarded[method] = with_guard(handler)
+                return self._guarded[method]
+        return None
 
 
 class GuardedServer(grpc.aio.Server):
@@ -40,9 +45,11 @@ class GuardedServer(grpc.aio.Server):
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
+        self._guarded = _GuardedHandlers()
+        server.add_generic_rpc_handlers((self._guarded,))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        self._server.add_generic_rpc_handlers(tuple(map(_GuardedHandlers, generic_rpc_handlers)))
+        self._guarded.handlers += generic_rpc_handlers
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
         """Adds the handlers as generic ones.

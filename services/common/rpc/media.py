@@ -85,7 +85,7 @@ def chat_input(prompt: ChatPrompt, origin: str = "") -> preprocess_pb2.ChatInput
         continue_final_message=prompt.continue_final_message,
         documents_json=prompt.documents_json,
         tool_choice_json=prompt.tool_choice_json,
-        media=input_messages(prompt.media),
+        media=input_messages(prompt.media) if prompt.media else (),
         origin=origin,
     )
 

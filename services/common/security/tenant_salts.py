@@ -16,6 +16,7 @@ SALT_FIELDS = ("cache_salt", "extra_key")
 """Fields that select a cache namespace, in a body or among its engine options."""
 OPTION_FIELDS = ("vllm_xargs", "custom_params", "nvext")
 """Fields with the options of an engine."""
+_CHECKED = frozenset((*SALT_FIELDS, *OPTION_FIELDS))
 
 
 def check_chosen(chosen: str, param: str = SALT_FIELDS[0]) -> None:
@@ -36,6 +37,8 @@ def check_chosen(chosen: str, param: str = SALT_FIELDS[0]) -> None:
 
 def check_body(body: Mapping[str, Any]) -> None:
     """Raises SluiceError(INVALID_ARGUMENT) for a body of any API that holds a tenant's salt where engines read one."""
+    if _CHECKED.isdisjoint(body):
+        return
     for option in ("", *OPTION_FIELDS):
         fields = body.get(option) if option else body
         if not isinstance(fields, Mapping):

@@ -45,7 +45,7 @@ async def read_object(request: Request, limits: BodyLimits) -> AsyncIterator[tup
 
     Raises:
         SluiceError: INVALID_ARGUMENT for a form or a compressed body, TOO_LARGE, DEADLINE_EXCEEDED (`body_timeout`),
-            OVERLOADED if too many bodies are being read, CANCELLED if the client disconnected; as BodyIntake.parsed.
+            OVERLOADED if too many bodies are being read, CANCELLED if the client disconnected; as BodyIntake.parse.
     """
     _check_type(request)
     length = request.headers.get("content-length", "")
@@ -61,8 +61,11 @@ async def read_object(request: Request, limits: BodyLimits) -> AsyncIterator[tup
         )
     try:
         body = await _read(request, limits)
-        async with limits.intake.parsed(body) as value:
+        value, held = await limits.intake.parse(body)
+        try:
             yield value, len(body)
+        finally:
+            limits.intake.give_back(held)
     finally:
         limits.memory.give_back(share)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from services.router.scheduling.queries import MAX_MS
@@ -20,6 +21,8 @@ REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
 QUERY_HEADERS = {"fairness_id": ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")}
 """Fields of the query that a header gives as they are."""
+
+_SCHEDULING = frozenset(chain(OBJECTIVE, REWRITE, FIRST_TOKEN_MS, *QUERY_HEADERS.values()))
 
 SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_NAMESPACE, SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
@@ -62,21 +65,22 @@ class HttpRequest:
 
 def read_head(headers: Mapping[str, str]) -> HttpRequest:
     """Returns the head of a request from its headers, with lower-case names; ignores malformed objectives."""
-
-    def first(names: Sequence[str]) -> str:
-        return next((value[:MAX_HEADER] for name in names if (value := headers.get(name, ""))), "")
-
-    return HttpRequest(
+    request = HttpRequest(
         headers.get(":method", "POST"),
         headers.get(":path", ""),
-        first((REQUEST_ID,)),
-        first(REWRITE),
-        first(OBJECTIVE),
-        first((SESSION,)),
-        _milliseconds(first(FIRST_TOKEN_MS)),
+        headers.get(REQUEST_ID, "")[:MAX_HEADER],
+        session_id=headers.get(SESSION, "")[:MAX_HEADER],
         headers=headers,
-        fields={name: first(names) for name, names in QUERY_HEADERS.items()},
     )
+    if not _SCHEDULING.isdisjoint(headers):
+        request.model, request.objective = _first(headers, REWRITE), _first(headers, OBJECTIVE)
+        request.first_token_ms = _milliseconds(_first(headers, FIRST_TOKEN_MS))
+        request.fields = {name: _first(headers, names) for name, names in QUERY_HEADERS.items()}
+    return request
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
+    return next((value[:MAX_HEADER] for name in names if (value := headers.get(name))), "")
 
 
 def endpoints_of(value: Any) -> tuple[str, ...] | None:

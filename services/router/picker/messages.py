@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -74,12 +75,10 @@ def served_endpoint(message: Any) -> str:
     served = _metadata(message, SERVED_NAMESPACE).get(SERVED_KEY)
     if isinstance(served, str) and served:
         return served
-    for attributes in message.attributes.values():
-        if (
-            address := attributes.fields["upstream.address"].string_value
-            if "upstream.address" in attributes.fields
-            else ""
-        ):
+    attributes = message.attributes
+    for name in attributes:
+        fields = attributes[name].fields
+        if "upstream.address" in fields and (address := fields["upstream.address"].string_value):
             return str(address)
     return ""
 
@@ -96,38 +95,48 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[bytes]:
-    """Yields the responses that send a request to its endpoint: headers, then its body and trailers.
+def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterable[bytes]:
+    """Returns the responses that send a request to its endpoint: headers, then its body and trailers.
 
     Args:
         last: kind of the message that ended the request.
     """
-    mutation, metadata = _destination(tuple(pick.headers.items()))
+    head = _destination(tuple(pick.headers.items()))
     if pick.body:
-        mutation += _field(1, _option("content-length", str(len(pick.body))).SerializeToString())
-    common = _field(2, mutation) + _CLEAR_ROUTE_CACHE
-    yield _field(1, _field(1, common)) + metadata
-    if pick.body or last == "request_body":  # Envoy waits for the end of an empty body too
-        yield from _streamed(REQUEST_BODY, pick.body, last == "request_body")
-    if last == "request_trailers":
-        yield REQUEST_TRAILERS
+        head += _content_length(len(pick.body))
+    # Envoy waits for the end of an empty body too.
+    body = streamed(REQUEST_BODY, pick.body, last == "request_body") if pick.body or last == "request_body" else ()
+    return chain((head,), body, (REQUEST_TRAILERS,) if last == "request_trailers" else ())
 
 
 @lru_cache(maxsize=4_096)
-def _destination(headers: tuple[tuple[str, str], ...]) -> tuple[bytes, bytes]:
-    """Returns what the answers for one endpoint have in common: a HeaderMutation, and the fields of the metadata."""
+def _destination(headers: tuple[tuple[str, str], ...]) -> bytes:
+    """Returns the answer to the headers of a request without a body; those for one endpoint are the same."""
     given = dict(headers)
     endpoints = given[DESTINATION]
     stale = [name for name in ROUTE_HEADERS if name not in given]  # a client may have sent them
     mutation = ext_proc.HeaderMutation(set_headers=_set(given), remove_headers=stale)
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=endpoints)})
     metadata = struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)})
-    return mutation.SerializeToString(), ext_proc.ProcessingResponse(dynamic_metadata=metadata).SerializeToString()
+    return _request_headers(mutation, clear_route_cache=True) + _serialized(dynamic_metadata=metadata)
 
 
-def _field(number: int, content: bytes) -> bytes:
-    """Returns a field of a message that is a message, a string or bytes, as it is on the wire."""
-    return bytes((number << 3 | 2,)) + _varint(len(content)) + content
+@lru_cache(maxsize=4_096)
+def _content_length(length: int) -> bytes:
+    """Returns what the answer for a request with a body has besides.
+
+    It is a message of its own: parsers merge the fields of messages that follow each other.
+    """
+    return _request_headers(ext_proc.HeaderMutation(set_headers=_set({"content-length": str(length)})))
+
+
+def _request_headers(mutation: Any, *, clear_route_cache: bool = False) -> bytes:
+    common = ext_proc.CommonResponse(header_mutation=mutation, clear_route_cache=clear_route_cache)
+    return _serialized(request_headers=ext_proc.HeadersResponse(response=common))
+
+
+def _serialized(**fields: Any) -> bytes:
+    return bytes(ext_proc.ProcessingResponse(**fields).SerializeToString())
 
 
 def response_headers(pick: PickedEndpoint, given: Any) -> bytes:
@@ -144,8 +153,7 @@ def response_headers(pick: PickedEndpoint, given: Any) -> bytes:
         headers[RECEIPT] = json.dumps([{**each, **pick.receipt} for each in receipts])
     mutation = ext_proc.HeaderMutation(set_headers=_set(headers))
     common = ext_proc.CommonResponse(header_mutation=mutation)
-    response = ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse(response=common))
-    return bytes(response.SerializeToString())
+    return _serialized(response_headers=ext_proc.HeadersResponse(response=common))
 
 
 def _receipts(text: str) -> list[dict[str, Any]]:
@@ -157,28 +165,35 @@ def _receipts(text: str) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 
 
-def response_body(body: bytes, end: bool) -> Iterator[bytes]:
-    """Yields the responses that pass on a chunk of a response."""
-    return _streamed(RESPONSE_BODY, body, end)
-
-
-def _streamed(kind: int, body: bytes, end: bool) -> Iterator[bytes]:
-    """Yields responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
+def streamed(kind: int, body: bytes, end: bool) -> Iterable[bytes]:
+    """Returns responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
 
     Each is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}},
     written directly: as protobuf objects, a body would be copied three times.
+
+    Args:
+        kind: REQUEST_BODY or RESPONSE_BODY.
     """
     size = len(body)
-    for start in range(0, size or 1, CHUNK):
-        part = body if size <= CHUNK else body[start : start + CHUNK]
-        last = b"\x10\x01" if end and start + CHUNK >= size else b""
-        prefix = b"\x0a" + _varint(len(part)) if part else b""
-        inner = len(prefix) + len(part) + len(last)
-        for tag in (_STREAMED_RESPONSE, _BODY_MUTATION, _RESPONSE, kind):
-            wrapped = bytes((tag,)) + _varint(inner)
-            inner += len(wrapped)
-            prefix = wrapped + prefix
-        yield b"".join((prefix, part, last))
+    if size <= CHUNK:
+        prefix = _prefix(kind, size, end)
+        return (prefix + body + _END if end else prefix + body,)
+    starts = range(0, size, CHUNK)
+    return chain.from_iterable(
+        streamed(kind, body[start : start + CHUNK], end and start + CHUNK >= size) for start in starts
+    )
+
+
+@lru_cache(maxsize=4_096)
+def _prefix(kind: int, size: int, end: bool) -> bytes:
+    """Returns what precedes a part of a body in a response with it."""
+    prefix = b"\x0a" + _varint(size) if size else b""
+    inner = len(prefix) + size + (len(_END) if end else 0)
+    for tag in (_STREAMED_RESPONSE, _BODY_MUTATION, _RESPONSE, kind):
+        wrapped = bytes((tag,)) + _varint(inner)
+        inner += len(wrapped)
+        prefix = wrapped + prefix
+    return prefix
 
 
 def _varint(number: int) -> bytes:
@@ -191,13 +206,11 @@ def _varint(number: int) -> bytes:
 
 # Tags of fields of messages, as they are on the wire: field number << 3 | 2.
 REQUEST_BODY, RESPONSE_BODY = 3 << 3 | 2, 4 << 3 | 2
-_CLEAR_ROUTE_CACHE = ext_proc.CommonResponse(clear_route_cache=True).SerializeToString()
 _RESPONSE, _BODY_MUTATION, _STREAMED_RESPONSE = 1 << 3 | 2, 3 << 3 | 2, 3 << 3 | 2
-REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString()
-RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()).SerializeToString()
-RESPONSE_HEADERS = ext_proc.ProcessingResponse(
-    response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
-).SerializeToString()
+_END = b"\x10\x01"  # end_of_stream of a StreamedBodyResponse
+REQUEST_TRAILERS = _serialized(request_trailers=ext_proc.TrailersResponse())
+RESPONSE_TRAILERS = _serialized(response_trailers=ext_proc.TrailersResponse())
+RESPONSE_HEADERS = _serialized(response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse()))
 
 
 def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
@@ -208,7 +221,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
     if request is not None and request.request_id:
         headers["x-request-id"] = request.request_id
     headers["content-type"] = "application/json"
-    response = ext_proc.ProcessingResponse(
+    return _serialized(
         immediate_response=ext_proc.ImmediateResponse(
             status=ext_proc.HttpStatus(code=status),
             headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
@@ -216,7 +229,6 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
             details=f"sluice_{word(error)}",
         )
     )
-    return bytes(response.SerializeToString())
 
 
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
@@ -248,11 +260,10 @@ def _error_body(error: SluiceError, status: int, request: HttpRequest | None) ->
 
 
 def _set(headers: Mapping[str, str]) -> list[Any]:
-    return [_option(name, value) for name, value in headers.items()]
-
-
-def _option(name: str, value: str) -> Any:
-    return ext_proc.HeaderValueOption(
-        header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
-        append_action=_OVERWRITE,
-    )
+    return [
+        ext_proc.HeaderValueOption(
+            header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
+            append_action=_OVERWRITE,
+        )
+        for name, value in headers.items()
+    ]

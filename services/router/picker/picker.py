@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import os
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import orjson
-
-from services.common.apis.prompts import dump_json
 from services.common.base.errors import SluiceError, invalid, quoted, unavailable
 from services.common.observability.receipts import ASKED, is_asked
 from services.common.security.tenant_salts import check_body as check_salts
+from services.router.picker.bodies import translated, with_token_ids
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
@@ -24,7 +21,7 @@ from services.router.router import Router
 from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, beside
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
-from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
+from services.router.scheduling.request_bodies import Api, api_of, has_several_prompts
 from services.router.scheduling.route_headers import DESTINATION, WORKER, headers_of
 from services.router.state.reservations.cost import CostModel
 from services.router.state.reservations.ids import reservation_id
@@ -36,19 +33,7 @@ log = logging.getLogger(__name__)
 MAX_ID_LENGTH = 200
 """Characters of the name of a session or request at the endpoint picker; the rest is ignored."""
 OWN_PROMPTS = frozenset({Api.CHAT, Api.COMPLETION})  # whose token ids are exactly those of the gateway
-_RANKS = frozenset({"data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "kv_hints"})
-ROUTE_FIELDS: Mapping[str, frozenset[str]] = {
-    "nvext": frozenset(
-        {"backend_instance_id", "decode_worker_id", "prefill_worker_id", "dp_rank", "prefill_dp_rank", "token_data"}
-    ),
-    "vllm_xargs": _RANKS,
-    "custom_params": _RANKS,
-}
-"""Fields of objects in a body that engines and gateways take as a routing decision, or as the prompt."""
-
-
 ATTEMPTS = 2
-_IDS_PER_PIECE = 1 << 14  # token ids that are numbers at a time
 
 
 class _OutsideSubset(Exception):
@@ -66,6 +51,24 @@ class PickerConfig:
     store_timeout_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Booked:
+    """What is booked, by which the booking can be moved; without the body of the request, which may be megabytes.
+
+    Attributes:
+        prompt: its hashes.
+        prompt_tokens: its length.
+    """
+
+    worker_id: str
+    model: str
+    request_id: str
+    prompt: Prompt
+    prompt_tokens: int
+    priority: int
+    deadline_unix_ms: int
+
+
 @dataclass(slots=True)
 class PickedEndpoint:
     """A chosen endpoint, and the booking there.
@@ -75,8 +78,7 @@ class PickedEndpoint:
         headers: to set on the request.
         body: to send to the endpoint.
         reservation: empty: nothing is booked, as for requests without a prompt.
-        slot: the booked rank.
-        query: by which the booking is moved; None if it cannot be.
+        booked: what is booked; None if it cannot be moved.
         degraded: why the choice is less than exact; empty: it is exact.
         gateway: that the request goes to, if it does not go to the worker itself.
         receipt: the route receipt, if the request asks for one; else empty.
@@ -86,8 +88,7 @@ class PickedEndpoint:
     headers: dict[str, str]
     body: bytes
     reservation: str = ""
-    slot: WorkerRank | None = None
-    query: Query | None = None
+    booked: _Booked | None = None
     degraded: str = ""
     gateway: GatewayEndpoint | None = None
     receipt: Mapping[str, Any] = field(default_factory=dict)
@@ -151,26 +152,34 @@ class Picker:
             return self._any(request, body)
         if read.query is None:
             return self._any(request, read.body, read.model)
-        with self._bodies.holding(HELD_FACTOR * read.query.prompt.size):
+        held = HELD_FACTOR * read.query.prompt.size
+        self._bodies.take(held)
+        try:
             return await self._pick(request, read.body, read.query)
+        finally:
+            self._bodies.give_back(held)
 
     async def _read(self, request: HttpRequest, body: bytes) -> _ReadRequest | None:
         """Returns what is read from a body; None if it is of an API that the picker does not read."""
-        async with AsyncExitStack() as stack:
-            try:
-                document = await stack.enter_async_context(self._bodies.parsed(body))
-            except SluiceError:
-                if request.api is not None:
-                    raise
-                return None
-            if request.api is None and "model" not in document:
+        api = api_of(request.path)
+        try:
+            document, held = await self._bodies.parse(body)
+        except SluiceError:
+            if api is not None:
+                raise
+            return None
+        try:
+            if api is None and "model" not in document:
                 return None
             check_salts(document)
             model, adapter = self._model(request, document)
-            prompt, body = await beside(len(body), _translated, request, document, body)
+            prompt, body = await beside(len(body), translated, api, request.model, document, body)
             if prompt is None:
                 return _ReadRequest(body, model)
             return _ReadRequest(body, model, self._query(request, document, model, Prompt(body=prompt, lora=adapter)))
+        finally:
+            if held:
+                self._bodies.give_back(held)
 
     async def _pick(self, request: HttpRequest, body: bytes, query: Query) -> PickedEndpoint:
         for _ in range(ATTEMPTS):
@@ -225,27 +234,38 @@ class Picker:
         Endpoints that are not workers of the model are ignored, as is a request that was served where it is booked. The
         booking stays where it is if the other one fails.
         """
-        query = pick.query
-        if query is None or not pick.reservation or pick.slot is None or self._gateways is not None:
+        booked = pick.booked
+        if booked is None or not pick.reservation:
             return False
-        workers = self._router.registry.workers(query.model)
+        workers = self._router.registry.workers(booked.model)
         worker = next((each for each in workers if endpoint_of(each) == endpoint), None)
-        if worker is None or worker.worker_id == pick.slot.worker_id:
+        if worker is None or worker.worker_id == booked.worker_id:
             return False
-        query = replace(query, request_id=f"{query.request_id}~")
-        slot = WorkerRank(worker.worker_id, 0)
+        moved = replace(booked, worker_id=worker.worker_id, request_id=f"{booked.request_id}~")
+        reservation = reservation_id(moved.model, moved.request_id)
         try:
-            await self._router.add(slot, query)
+            await self._router.add(WorkerRank(moved.worker_id, 0), self._moving(moved))
         except asyncio.CancelledError:
-            self.releases.abandon(reservation_id(query.model, query.request_id))
+            self.releases.abandon(reservation)
             raise
         except SluiceError as error:
             log.warning("the booking of a request that %s serves stays where it is: %s", endpoint, error.message)
             return False
         self.releases.free(pick.reservation, Outcome(pick.reservation, None, 0))
-        pick.slot, pick.query, pick.reservation = slot, query, reservation_id(query.model, query.request_id)
-        pick.computed = False
+        pick.booked, pick.reservation, pick.computed = moved, reservation, False
         return True
+
+    def _moving(self, booked: _Booked) -> Query:
+        """Returns the query that books a request on the endpoint that serves it."""
+        return Query(
+            model=booked.model,
+            prompt=replace(booked.prompt, prompt_tokens=booked.prompt_tokens),
+            cost=self._cost,
+            request_id=booked.request_id,
+            owner=self._owner,
+            priority=booked.priority,
+            deadline_unix_ms=booked.deadline_unix_ms,
+        )
 
     def _query(self, request: HttpRequest, document: Mapping[str, Any], model: str, prompt: Prompt) -> Query:
         priority = document.get("priority")
@@ -258,7 +278,7 @@ class Picker:
             prompt=prompt,
             cost=self._cost,
             request_id=_unique(request.request_id),
-            candidates=self._candidates(request, model),
+            candidates=None if request.subset is None else self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:MAX_ID_LENGTH] if isinstance(session, str) else "",
@@ -267,7 +287,7 @@ class Picker:
             **request.fields,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
-            headers=for_policies(request.headers),
+            headers=for_policies(request.headers) if self._router.reads_headers else {},
             return_hashes=not two_stages,
         )
 
@@ -275,8 +295,7 @@ class Picker:
         """Returns the served model and the adapter that a request names."""
         name = request.model or document.get("model")
         registry = self._router.registry
-        models = registry.models()
-        if name is None and len(models) == 1:
+        if name is None and len(models := registry.models()) == 1:
             return models[0], ""
         if not isinstance(name, str) or not name:
             raise invalid("The body must have a model; send the name of a served one.", param="model")
@@ -311,17 +330,25 @@ class Picker:
 
     def _routed(self, request: HttpRequest, body: bytes, query: Query, route: RouteResult) -> PickedEndpoint:
         headers = headers_of(route)
-        slot = WorkerRank(route.worker.worker_id, route.rank)
         if self._gateways is not None:
             headers[WORKER] = ",".join(worker.worker_id for worker in (route.worker, *route.fallbacks))
             pick = self._through_gateway(request, headers, body)
-        elif not request.allows(endpoint_of(route.worker)):
-            raise _OutsideSubset
         else:
-            endpoints = (endpoint_of(route.worker), *filter(request.allows, map(endpoint_of, route.fallbacks)))
+            first = endpoint_of(route.worker)
+            if request.subset is not None and not request.allows(first):
+                raise _OutsideSubset
+            endpoints = (first, *filter(request.allows, map(endpoint_of, route.fallbacks)))
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
-            pick.query = _without_body(query, route)
-        pick.reservation, pick.slot, pick.degraded = route.reservation_id, slot, route.degraded
+            pick.booked = _Booked(
+                route.worker.worker_id,
+                query.model,
+                query.request_id,
+                route.prompt or Prompt(),
+                route.prompt_tokens,
+                query.priority,
+                query.deadline_unix_ms,
+            )
+        pick.reservation, pick.degraded = route.reservation_id, route.degraded
         if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
             pick.receipt = route.receipt
         return pick
@@ -339,58 +366,12 @@ class Picker:
 def _unique(request_id: str) -> str:
     """Returns the id of a booking. Clients may repeat their ids, but each of their requests is booked."""
     given = request_id[:MAX_ID_LENGTH].replace("\0", "")
-    return f"{given}.{uuid.uuid4().hex[:12]}" if given else uuid.uuid4().hex
-
-
-def _translated(request: HttpRequest, document: dict[str, Any], body: bytes) -> tuple[AnyBody | None, bytes]:
-    """Returns the prompt of a body, and the body to send to the endpoint."""
-    prompt = read_prompt(document, request.api, len(body))
-    return prompt, dump_json(document) if _rewrite(document, request.model) else body
-
-
-def _rewrite(document: dict[str, Any], model: str) -> bool:
-    """Writes the model, if any, into a body without a routing decision; returns whether that changed it."""
-    ranks = _RANKS & document.keys()
-    changed = bool(ranks)
-    for name in ranks:
-        del document[name]
-    if model and model != document.get("model"):
-        document["model"], changed = model, True
-    for name, fields in ROUTE_FIELDS.items():
-        found = document.get(name)
-        if isinstance(found, dict) and not fields.isdisjoint(found):
-            del document[name]
-            kept = {field: value for field, value in found.items() if field not in fields}
-            document |= {name: kept} if kept else {}
-            changed = True
-    return changed
-
-
-def _without_body(query: Query, route: RouteResult) -> Query:
-    """Returns a query with the hashes of its prompt instead of its body, which may be megabytes."""
-    hashes = replace(route.prompt or Prompt(), token_ids=b"", prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
-    return replace(query, prompt=hashes, headers={}, candidates=None, return_hashes=False)
+    return f"{given}.{os.urandom(6).hex()}" if given else os.urandom(16).hex()
 
 
 def endpoint_of(worker: Worker) -> str:
     """Returns host:port of the HTTP server that a worker's requests go to."""
     return worker.http_address or worker.address
-
-
-def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
-    """Returns a body with the token ids of its prompt in `nvext.token_data`; unchanged if it has an `nvext` already.
-
-    Args:
-        body: a JSON object with at least one field.
-        token_ids: packed u32.
-    """
-    end = body.rstrip()
-    if b'"nvext"' in body or not end.endswith(b"}"):
-        return body
-    numbers = memoryview(token_ids).cast("I")
-    starts = range(0, len(numbers), _IDS_PER_PIECE)
-    pieces = (orjson.dumps(numbers[start : start + _IDS_PER_PIECE].tolist())[1:-1] for start in starts)
-    return b'%s,"nvext":{"token_data":[%s]}}' % (end[:-1], b",".join(pieces))
 
 
 def _no_endpoints(message: str) -> SluiceError:

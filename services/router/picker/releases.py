@@ -28,20 +28,20 @@ class Releases:
         self._again_s = 2 * store_timeout_s
         self._computed: dict[str, None] = {}
         self._ended: dict[str, Outcome | None] = {}
-        self._pending = asyncio.Event()
+        self._due = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def prefill_complete(self, reservation: str) -> None:
         """Reports, with the next batch, that a prompt is computed."""
-        self._computed[reservation] = None
         self._wake()
+        self._computed[reservation] = None
 
     def free(self, reservation: str, outcome: Outcome | None = None) -> None:
         """Reports, with the next batch, that a request has ended."""
+        self._wake()
         self._computed.pop(reservation, None)
         self._ended[reservation] = outcome
-        self._wake()
 
     def abandon(self, reservation: str) -> None:
         """Releases a booking whose query was cancelled: now, and again once the store must have run the query."""
@@ -49,15 +49,15 @@ class Releases:
         asyncio.get_running_loop().call_later(self._again_s, self.free, reservation)
 
     def _wake(self) -> None:
-        self._idle.clear()
-        self._pending.set()
+        if not self._computed and not self._ended:  # the first report of a batch
+            self._idle.clear()
+            asyncio.get_running_loop().call_later(COLLECT_S, self._due.set)
 
     async def run(self) -> None:
         """Sends reports until cancelled."""
         while True:
-            await self._pending.wait()
-            await asyncio.sleep(COLLECT_S)
-            self._pending.clear()
+            await self._due.wait()
+            self._due.clear()
             computed, self._computed = self._computed, {}
             ended, self._ended = self._ended, {}
             try:
@@ -67,7 +67,7 @@ class Releases:
                     await self._lifecycle.free(list(ended), [each for each in ended.values() if each is not None])
             except Exception:  # they expire with their lifetime; those of later requests are released all the same
                 log.exception("releasing reservations failed", extra={"requests": len(computed) + len(ended)})
-            if not self._pending.is_set():
+            if not self._computed and not self._ended:
                 self._idle.set()
 
     async def flush(self, timeout_s: float) -> None:

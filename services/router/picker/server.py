@@ -80,7 +80,7 @@ class PickerService:
         if self._streams >= self._limits.streams:
             await abort(context, overloaded(f"{self._streams} requests are in progress; use another replica."))
         self._streams += 1
-        self._metrics.picker_streams.add(1)
+        self._metrics.picker_streams += 1
         parts = BodyParts(self._pace)
         exchange = _Exchange(self._picker, self._limits, self._bodies, self._metrics, context, parts)
         try:
@@ -98,7 +98,7 @@ class PickerService:
         finally:
             exchange.close()
             self._streams -= 1
-            self._metrics.picker_streams.add(-1)
+            self._metrics.picker_streams -= 1
             self._metrics.picker_requests.add(1, {"outcome": exchange.outcome})
 
 
@@ -109,19 +109,22 @@ class _Body:
     """
 
     def __init__(self) -> None:
+        self._first = b""
         self._pieces: list[bytearray] = []
 
     def add(self, chunk: bytes) -> None:
         """Adds what has arrived."""
-        if self._pieces and len(self._pieces[-1]) + len(chunk) <= _PIECE_BYTES:
+        if not self._first:
+            self._first = chunk
+        elif self._pieces and len(self._pieces[-1]) + len(chunk) <= _PIECE_BYTES:
             self._pieces[-1] += chunk
         else:
             self._pieces.append(bytearray(chunk))
 
     def take(self) -> bytes:
         """Returns the whole body; it is empty afterwards."""
-        pieces, self._pieces = self._pieces, []
-        return b"".join(pieces)
+        first, pieces, self._first, self._pieces = self._first, self._pieces, b"", []
+        return b"".join((first, *pieces)) if pieces else first
 
 
 class _Exchange:
@@ -152,8 +155,9 @@ class _Exchange:
 
     def close(self) -> None:
         """Releases what the request holds."""
-        self._let_go()
-        if self._pick is None:
+        if self._held:
+            self._let_go()
+        if self._pick is None or self.outcome == "completed":
             return
         if self._limits.close_after_choice and self.outcome == "picked":
             self._pick.reservation = ""  # the request goes on without the picker
@@ -163,14 +167,13 @@ class _Exchange:
         """Receives a request and sends it to its endpoint; returns whether its response passes through the picker."""
         request: HttpRequest | None = None
         try:
-            async with asyncio.timeout(MAX_BODY_S) as deadline:
+            async with asyncio.timeout(MAX_BODY_S):
                 request, body = await self._receive()
-                if request is None:
-                    return self._first_response is not None
-                deadline.reschedule(None)  # the router's waits have limits of their own
-                started = time.perf_counter()
-                self._pick = await self._picker.pick(request, body)
-                self._metrics.picker_seconds.record(time.perf_counter() - started)
+            if request is None:
+                return self._first_response is not None
+            started = time.perf_counter()
+            self._pick = await self._picker.pick(request, body)
+            self._metrics.picker_seconds.record(time.perf_counter() - started)
         except TimeoutError:
             limit = f"The body did not arrive within {MAX_BODY_S:g} s; send it faster."
             error = SluiceError(ErrorKind.DEADLINE_EXCEEDED, limit, code=BODY_TIMEOUT)
@@ -246,9 +249,17 @@ class _Exchange:
         while message is not grpc.aio.EOF:
             kind = message.WhichOneof("request")
             if kind == "response_body":
-                await self._pass_on(pick, message.response_body)
+                body = message.response_body
+                for part in messages.streamed(messages.RESPONSE_BODY, body.body, body.end_of_stream):
+                    await self._context.write(part)
+                self._passed_on(pick, body.body, body.end_of_stream)
             elif kind == "response_headers":
-                await self._answer_headers(pick, message)
+                self._failed = not messages.status_of(message.response_headers).startswith("2")
+                await self._context.write(messages.response_headers(pick, message.response_headers))
+                if message.response_headers.end_of_stream:
+                    self._end(pick)
+                elif (endpoint := _elsewhere(pick, message)) and await self._picker.served(pick, endpoint):
+                    self._metrics.picker_moved.add(1)
             elif kind == "response_trailers":
                 await self._context.write(messages.RESPONSE_TRAILERS)
                 self._end(pick)
@@ -259,33 +270,23 @@ class _Exchange:
                 await asyncio.sleep(pause_s)
             message = await self._context.read()
 
-    async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
-        self._failed = not messages.status_of(message.response_headers).startswith("2")
-        await self._context.write(messages.response_headers(pick, message.response_headers))
-        if message.response_headers.end_of_stream:
-            self._end(pick)
-            return
-        endpoint = messages.served_endpoint(message)
-        if (
-            pick.reservation
-            and endpoint
-            and endpoint != pick.endpoints[0]
-            and await self._picker.served(pick, endpoint)
-        ):
-            self._metrics.picker_moved.add(1)
-
-    async def _pass_on(self, pick: PickedEndpoint, body: Any) -> None:
-        for part in messages.response_body(body.body, body.end_of_stream):
-            await self._context.write(part)
-        if body.body:
-            self._picker.first_byte(pick)
-            self._usage.feed(body.body)
-        if body.end_of_stream:
+    def _passed_on(self, pick: PickedEndpoint, body: bytes, end: bool) -> None:
+        if body:
+            if not pick.computed:
+                self._picker.first_byte(pick)
+            self._usage.feed(body)
+        if end:
             self._end(pick)
 
     def _end(self, pick: PickedEndpoint) -> None:
         self.outcome = "completed"
         self._picker.end(pick, self._usage, self._failed)
+
+
+def _elsewhere(pick: PickedEndpoint, message: Any) -> str:
+    """Returns the endpoint that serves the request, from the headers of its response, if it is not the chosen one."""
+    endpoint = messages.served_endpoint(message) if pick.reservation else ""
+    return endpoint if endpoint and endpoint != pick.endpoints[0] else ""
 
 
 def _check_modes(message: Any) -> None:

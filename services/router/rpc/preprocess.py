@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import grpc
@@ -19,6 +19,7 @@ from services.router.scheduling.request_bodies import AnyBody, RefusedBody
 from services.router.state.workers.worker import Worker
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
+_TOKENIZE, _BLOCK_SIZE = attrgetter("Tokenize"), attrgetter("block_size")
 MAX_CALL_S = 15.0
 """Seconds of a call to preprocess; then DEADLINE_EXCEEDED."""
 
@@ -57,7 +58,7 @@ class PreprocessBodies:
         """Closes all channels."""
         await self._replicas.close()
 
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool) -> Prompt:
+    def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool) -> Awaitable[Prompt]:
         """Returns the prompt as token ids and, if the model has blocks, block hashes.
 
         Args:
@@ -68,7 +69,10 @@ class PreprocessBodies:
                 DEADLINE_EXCEEDED if no replica responds, or the error that preprocess returned.
         """
         if prompt.body is not None:
-            return await self._tokenized(model, prompt, prompt.body, workers, ids)
+            return self._tokenized(model, prompt, prompt.body, workers, ids)
+        return self._tokenized_text(model, prompt, workers, ids)
+
+    async def _tokenized_text(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool) -> Prompt:
         with self._intake.holding(HELD_FACTOR * len(prompt.openai_body)):
             body = await self._intake.read(prompt.openai_body)
             return await self._tokenized(model, prompt, body, workers, ids)
@@ -78,7 +82,7 @@ class PreprocessBodies:
     ) -> Prompt:
         if isinstance(body, RefusedBody):
             raise body.error
-        block_size = next((worker.block_size for worker in workers if worker.block_size), 0)
+        block_size = max(map(_BLOCK_SIZE, workers), default=0)  # of those with blocks, it is the same
         request = _request(body.prompt)
         request.model = model
         request.block_size = block_size
@@ -86,19 +90,17 @@ class PreprocessBodies:
         request.lora = prompt.lora
         request.cache_salt = prompt.cache_salt or body.cache_salt
         waits = bool(request.chat.media)
-        response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s, waits=waits)
+        response = await self._replicas.call(_TOKENIZE, request, self._timeout_s, waits=waits)
         hashed = bool(response.block_hashes)
-        return replace(
-            prompt,
-            openai_body=b"",
-            body=None,
-            cache_salt=request.cache_salt,
+        return Prompt(
             token_ids=response.token_ids,
             block_hashes=response.block_hashes,
             hash_scheme=response.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,
             prompt_tokens=response.prompt_tokens or len(response.token_ids) // 4,
-            media=read_spans(response.media),
+            lora=prompt.lora,
+            cache_salt=request.cache_salt,
+            media=read_spans(response.media) if response.media else (),
         )
 
 

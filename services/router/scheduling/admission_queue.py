@@ -76,9 +76,6 @@ class WaitTerms:
         return self.max_wait_ms if reason is Reason.CAPACITY else self.max_wait_for_workers_ms
 
 
-DEFAULT_TERMS = WaitTerms()
-
-
 def wait_terms(query: Query, wait_ms: int, wait_for_workers_ms: int, disagg: DisaggPlanner) -> WaitTerms:
     """Returns the terms of a query.
 
@@ -216,7 +213,7 @@ class AdmissionQueues(Generic[T]):
 
     def ended(self, model: str, number: int) -> None:
         """Records completed requests of a model (0: load was released otherwise) and retries its queue."""
-        self._rates.setdefault(model, ServiceRate()).ended(number)
+        (self._rates.get(model) or self._rates.setdefault(model, ServiceRate())).ended(number)
         if (queue := self._queues.get(model)) is not None:
             queue.changed.set()
 
@@ -224,12 +221,13 @@ class AdmissionQueues(Generic[T]):
         self,
         model: str,
         attempt: SchedulingAttempt[T],
-        terms: WaitTerms = DEFAULT_TERMS,
+        terms: Callable[[], WaitTerms] = WaitTerms,
         prepare: Callable[[], Awaitable[None]] = _nothing,
     ) -> tuple[T, int]:
         """Places a request, immediately or after waiting in the queue.
 
         Args:
+            terms: returns how it waits, if it has to.
             prepare: does the work that `attempt` needs and that requires workers, for many requests at a time; called
                 when the first workers of a model appear. `attempt` raises what it could not do.
 
@@ -246,13 +244,14 @@ class AdmissionQueues(Generic[T]):
         try:
             return await attempt(place=queue is None), 0
         except AllBusy:
-            if not terms.max_wait_ms and queue is None and self._queues.get(model) is None:
+            waits = terms()
+            if not waits.max_wait_ms and queue is None and self._queues.get(model) is None:
                 raise self._all_busy(model) from None
         except NoWorkers:
-            reason = Reason.WORKERS
-            if not terms.max_wait_for_workers_ms:
+            reason, waits = Reason.WORKERS, terms()
+            if not waits.max_wait_for_workers_ms:
                 raise
-        return await self._wait(model, _Entry(attempt, prepare), terms, reason)
+        return await self._wait(model, _Entry(attempt, prepare), waits, reason)
 
     async def _wait(self, model: str, entry: _Entry[T], terms: WaitTerms, reason: Reason) -> tuple[T, int]:
         started, result = time.monotonic(), asyncio.get_running_loop().create_future()

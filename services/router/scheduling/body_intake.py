@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from services.common.base.budgets import Budget, BudgetPool
-from services.common.base.errors import ErrorKind, invalid
+from services.common.base.errors import ErrorKind, SluiceError, invalid
 from services.common.net.intake.json_intake import MAX_VALUES, JsonIntake
 from services.common.net.intake.json_size import parsed_size
 from services.common.net.intake.json_values import Marks
@@ -55,11 +55,10 @@ class BodyIntake:
         self._subject = subject
         self._param = param
 
-    @asynccontextmanager
-    async def parsed(self, text: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Provides a body as a JSON object, whose memory is held until the end of the context.
+    async def parse(self, text: bytes) -> tuple[dict[str, Any], int]:
+        """Returns a body as a JSON object, and the bytes of memory that are held for it.
 
-        Drop every reference to the object there, before waiting for anything else.
+        Drop every reference to the object before waiting for anything else, and give the memory back.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for anything but a JSON object within the budgets, TOO_LARGE for one that
@@ -69,46 +68,58 @@ class BodyIntake:
 
         def hold(text: bytes, marks: Marks) -> None:
             nonlocal held
-            if len(text) > LARGE_BYTES:  # shorter ones exist one at a time, because nothing waits while they do
-                size = parsed_size(text, marks)
-                self._check(size + len(text))  # the text is held by its entrance
-                self._take(size)
-                held = size
+            size = parsed_size(text, marks)
+            if size + len(text) > self._memory.limit:  # the text is held by its entrance
+                raise self._too_large(size + len(text))
+            self.take(size)
+            held = size
 
         try:
-            parsed = await self._intake.parse(text, TURN_S, hold)
+            if len(text) <= LARGE_BYTES:  # these exist one at a time, because nothing waits while they do
+                parsed = self._intake.parse_now(text)
+            else:
+                parsed = await self._intake.parse(text, TURN_S, hold)
             if not isinstance(parsed, dict):
                 raise invalid(f"{self._subject} is not a JSON object.", param=self._param)
-            yield parsed
-        finally:
-            self._memory.give_back(held)
+            return parsed, held
+        except BaseException:
+            self.give_back(held)
+            raise
+
+    def give_back(self, held: int) -> None:
+        """Gives back memory that is held by `parse` or `take`."""
+        self._memory.give_back(held)
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Holds `size` bytes of the memory during the context, for what is made of a body; raises as `parsed`."""
-        self._take(size)
+        """Holds `size` bytes of the memory during the context, for what is made of a body; raises as `parse`."""
+        self.take(size)
         try:
             yield
         finally:
-            self._memory.give_back(size)
+            self.give_back(size)
 
     async def read(self, text: bytes) -> ReadBody:
-        """Returns the prompt of an OpenAI body; raises SluiceError as `parsed` and `read_body`."""
-        async with self.parsed(text) as document:
+        """Returns the prompt of an OpenAI body; raises SluiceError as `parse` and `read_body`."""
+        document, held = await self.parse(text)
+        try:
             return await beside(len(text), read_body, document)
+        finally:
+            self.give_back(held)
 
-    def _check(self, size: int) -> None:
+    def _too_large(self, size: int) -> SluiceError:
+        return self._memory.refuse(
+            f"{self._subject} takes {size} bytes with all that is made of it, more than the limit of "
+            f"{self._memory.limit}; send fewer values in one request",
+            param=self._param,
+            kind=ErrorKind.TOO_LARGE,
+            code="request_too_large",
+        )
+
+    def take(self, size: int) -> None:
+        """Takes memory for what is made of a body, to be given back; raises as `parse`."""
         if size > self._memory.limit:
-            raise self._memory.refuse(
-                f"{self._subject} takes {size} bytes with all that is made of it, more than the limit of "
-                f"{self._memory.limit}; send fewer values in one request",
-                param=self._param,
-                kind=ErrorKind.TOO_LARGE,
-                code="request_too_large",
-            )
-
-    def _take(self, size: int) -> None:
-        self._check(size)
+            raise self._too_large(size)
         if not self._memory.try_grow(size):
             raise self._memory.refuse(
                 "The memory for request bodies is full; retry later",

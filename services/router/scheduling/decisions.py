@@ -97,13 +97,13 @@ def decision_on(query: Query, route: RouteResult) -> Decision:
         prefill, prefill_slot, slot = route.worker, slot, None
     return Decision(
         route.reservation_id,
-        unscoped(query.scope, query.request_id),
+        unscoped(query.scope, query.request_id) if query.scope else query.request_id,
         query.model,
         slot,
         route.worker.address if slot is not None else "",
         prompt_tokens=route.prompt_tokens,
         predicted_cached_tokens=predicted,
-        best_cached_tokens=route.best_cached_tokens,
+        best_cached_tokens=max(route.best_overlap_blocks * route.block_size, predicted),
         decided_unix_ms=time.time_ns() // 1_000_000,
         decision_us=round(route.seconds * 1e6),
         policy=route.policy,
@@ -113,5 +113,5 @@ def decision_on(query: Query, route: RouteResult) -> Decision:
         prefill_slot=prefill_slot,
         prefill_address=prefill.address if prefill else "",
         media_items=len(query.prompt.media),
-        cached_media_items=items_within(query.prompt.media, predicted),
+        cached_media_items=items_within(query.prompt.media, predicted) if query.prompt.media else 0,
     )

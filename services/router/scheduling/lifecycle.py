@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from services.router.scheduling.decisions import Decisions, Outcome
 from services.router.scheduling.prompts import NOMINAL_BLOCK
@@ -69,30 +69,38 @@ class RequestLifecycle:
 
     async def free(self, reservations: Sequence[str], outcomes: Sequence[Outcome] = ()) -> int:
         """Releases all load and completes decision records; returns the number of unknown ids."""
+        never_ran: set[tuple[str, str]] = set()
+        ended: set[str] = set()
         for outcome in outcomes:
+            ended.add(outcome.reservation_id)
+            if outcome.cached_tokens is None and not outcome.output_tokens:
+                never_ran.add(request_of(outcome.reservation_id))
             decision = self._decisions.complete(outcome)
             if decision is not None and outcome.cached_tokens is not None:
                 predicted, best = decision.predicted_cached_tokens, decision.best_cached_tokens
                 self._metrics.delivered(decision.model, predicted, best, outcome.cached_tokens)
-        never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
-        ended = [each.reservation_id for each in outcomes]
-        for reservation in {*reservations, *ended}:
-            model, request_id = request_of(reservation)
-            if (view := self._synchronizer.find(model)) is not None:
-                view.predictions.end_request(request_id, ran=reservation not in never_ran)
-        released = {*reservations}
-        if elsewhere := [each for each in ended if each not in released]:  # by the replica that has the reservation
+        released = by_model(reservations)
+        self._end_predictions(released, never_ran)
+        if elsewhere := [*ended.difference(reservations)]:  # by the replica that has the reservation
+            self._end_predictions(by_model(elsewhere), never_ran)
             for groups in (prefill_halves(elsewhere), by_model(elsewhere)):
                 for model, ids in groups.items():
                     self._reservations.free_local(model, ids)
         await self._free_prefill_halves(reservations)
         unknown = 0
-        for model, ids in by_model(reservations).items():
+        for model, ids in released.items():
             known = self._synchronizer.find(model) is not None
             unknown += await self._reservations.free(model, ids) if known else len(ids)
             if known:
                 self._on_ended(model, len(ids))
         return unknown
+
+    def _end_predictions(self, ended: Mapping[str, Sequence[str]], never_ran: Set[tuple[str, str]]) -> None:
+        """Ends the predictions of requests, by model; of those that never ran, they are dropped."""
+        for model, ids in ended.items():
+            if (view := self._synchronizer.find(model)) is not None:
+                for request_id in ids:
+                    view.predictions.end_request(request_id, ran=(model, request_id) not in never_ran)
 
     async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
         """Frees the prefill halves of pairs; they may have been freed before."""

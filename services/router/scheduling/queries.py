@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from services.common.base.errors import check_name, invalid
@@ -66,7 +67,6 @@ class Query:
         tokenize_ms: route by load alone if tokenizing takes longer or fails; 0: wait, and fail.
         fallbacks: number of further workers to return, cheapest first.
         return_hashes: return the block hashes of the prompt, without its token ids.
-        waited_ms: how long it has waited so far.
         role: half of the request to select a worker for, or AGGREGATED for one worker alone; None: as decided here.
         require_pair: fail rather than select one worker for the whole request.
         bypass_uncached_tokens: in place of the setting of the same name; 0: the setting.
@@ -95,10 +95,17 @@ class Query:
     fallbacks: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     return_hashes: bool = False
-    waited_ms: int = 0
     role: Role | None = None
     require_pair: bool = False
     bypass_uncached_tokens: int = 0
+
+    def with_prompt(self, prompt: Prompt) -> Query:
+        """Returns the query with another prompt; `dataclasses.replace` looks up each of its many fields by itself."""
+        model, _, *others = _fields(self)
+        return Query(model, prompt, *others)
+
+
+_fields = attrgetter(*(field.name for field in fields(Query)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,11 @@ class RouteResult:
         return receipt | ({"prefill_worker": self.prefill_worker.worker_id} if self.prefill_worker else {})
 
 
+_TIMES = ("ttl_ms", "session_ttl_ms", "max_wait_ms", "max_wait_for_workers_ms")
+_NAMES = ("request_id", "session_id", "fairness_id")
+_times, _names = attrgetter(*_TIMES), attrgetter(*_NAMES)
+
+
 def check_tokens(name: str, tokens: int) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) for a length that no model supports."""
     if tokens > MAX_TOKENS:
@@ -197,15 +209,13 @@ def check_tokens(name: str, tokens: int) -> None:
 
 def check(query: Query) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) that names the first field out of bounds."""
-    check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
-    check_tokens("expected_output_tokens", query.expected_output_tokens)
-    times = {"ttl_ms": query.ttl_ms, "session_ttl_ms": query.session_ttl_ms, "max_wait_ms": query.max_wait_ms}
-    times["max_wait_for_workers_ms"] = query.max_wait_for_workers_ms
-    for name, milliseconds in times.items():
+    if max(query.prompt.prompt_tokens, query.expected_output_tokens) > MAX_TOKENS:
+        check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
+        check_tokens("expected_output_tokens", query.expected_output_tokens)
+    for name, milliseconds in zip(_TIMES, _times(query), strict=True):
         if milliseconds > MAX_MS:
             raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MAX_MS}.", param=name)
-    names = {"request_id": query.request_id, "session_id": query.session_id, "fairness_id": query.fairness_id}
-    for name, text in names.items():
+    for name, text in zip(_NAMES, _names(query), strict=True):
         if len(text) > MAX_NAME:
             raise invalid(f"{name} has {len(text)} characters; the maximum is {MAX_NAME}.", param=name)
     if query.owner:

@@ -24,6 +24,7 @@ PARAM = "prompt.openai_body"
 MAX_LIST_ITEMS = 10_000
 """Items of a list in a body of the Responses or Messages API; one with more is routed by load alone."""
 LIST_ITEMS = Budget("list_items", MAX_LIST_ITEMS, "")
+_MEDIA = MediaLimits()
 _REFUSED_MEDIA = frozenset({"invalid_media", "too_many_media"})
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ _PATHS = {
     "/messages/count_tokens": Api.MESSAGES,
     "/embeddings": Api.EMBEDDINGS,
 }
+_USUAL = {f"/v1{path}": api for path, api in _PATHS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ AnyBody = ReadBody | RefusedBody
 
 def api_of(path: str) -> Api | None:
     """Returns the API that a path such as ``/v1/chat/completions`` belongs to; None for others."""
+    if (known := _USUAL.get(path)) is not None:
+        return known
     path = path.partition("?")[0].rstrip("/")
     return next((api for suffix, api in _PATHS.items() if path.endswith(suffix)), None)
 
@@ -130,10 +134,10 @@ def _of_agent(body: Mapping[str, Any], api: Api, name: str, size: int) -> AnyBod
     _check_turns(body.get(name), name, text=api is Api.RESPONSES)
     try:
         if api is Api.MESSAGES:
-            chat, media = read_messages(body, LIST_ITEMS, MediaLimits())
+            chat, media = read_messages(body, LIST_ITEMS, _MEDIA)
             return ReadBody(chat_prompt(chat, chat["messages"], media), _salt(body))
         chat = read_responses(body, LIST_ITEMS)
-        return ReadBody(chat_prompt(chat, *take_media(chat["messages"], MediaLimits())), _salt(body))
+        return ReadBody(chat_prompt(chat, *take_media(chat["messages"], _MEDIA)), _salt(body))
     except SluiceError as error:
         if error.kind is ErrorKind.TOO_LARGE or error.code in _REFUSED_MEDIA:
             raise
@@ -152,9 +156,10 @@ def _chat(body: Mapping[str, Any]) -> ReadBody:
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
         raise _wrong("must have a non-empty list of messages")
-    messages, media = take_media(messages, MediaLimits())
-    for name, kind in _KINDS.items():
-        _field(body, name, kind)
+    messages, media = take_media(messages, _MEDIA)
+    if not _NAMES.isdisjoint(body):
+        for name, kind in _KINDS.items():
+            _field(body, name, kind)
     return ReadBody(chat_prompt(body, messages, media), _salt(body))
 
 
@@ -168,6 +173,7 @@ _KINDS: dict[str, type] = {
     "add_generation_prompt": bool,
     "continue_final_message": bool,
 }
+_NAMES = frozenset(_KINDS)
 
 
 def _completion(body: Mapping[str, Any]) -> ReadBody:
@@ -191,6 +197,8 @@ def _as_one(prompts: Any) -> Any:
 
 
 def _salt(body: Mapping[str, Any]) -> str:
+    if "cache_salt" not in body and "extra_key" not in body:
+        return ""
     return _field(body, "cache_salt", str) or _field(body, "extra_key", str) or ""
 
 

@@ -39,6 +39,8 @@ class SchedulingRequest:
         place: False: succeed only if the request has a reservation.
         demand: blocks that the request needs.
         pinned: rank of the session's last request.
+        waited_ms: how long the query has waited so far.
+        policy: name of the policy that applies.
     """
 
     query: Query
@@ -48,6 +50,8 @@ class SchedulingRequest:
     demand: Demand
     place: bool = True
     pinned: WorkerRank | None = None
+    waited_ms: int = 0
+    policy: str = ""
 
     def offers(self, slots: Sequence[WorkerRank], make: MakeOffer, part: Part) -> list[Offer]:
         """Returns the offers of ranks for one part: computation for prefill workers, KV blocks for decode workers."""

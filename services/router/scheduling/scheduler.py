@@ -38,13 +38,14 @@ class Scheduler:
         self._single_flight = PrefixSingleFlight()
 
     async def decide(
-        self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True
+        self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True, waited_ms: int = 0
     ) -> RouteResult:
         """Chooses workers, and reserves load there if the query has a request id.
 
         Args:
             workers: the model's workers that accept requests; at least one.
             place: False: succeed only for a request that has a reservation; any other raises AllBusy.
+            waited_ms: how long the query has waited so far.
 
         Raises:
             AllBusy: every eligible worker is over its busy thresholds.
@@ -60,7 +61,8 @@ class Scheduler:
             matched = perf_counter()
             eligible = self._disagg.plan(query, workers, blocks, overlaps)
             demand = blocks.demand(query.expected_output_tokens)
-            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned)
+            policy = self._selector.policy_of(query)
+            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned, waited_ms, policy)
             decode, prefill, skipped = await self._select(request, eligible)
             runs_prompt = prefill or decode
             computes = query.role is not Role.DECODE
@@ -119,15 +121,14 @@ class Scheduler:
         started: float,
         stages: Mapping[str, float],
     ) -> RouteResult:
-        query, blocks = request.query, request.blocks
+        query, blocks, slot = request.query, request.blocks, decode.slot
         runs_prompt = prefill or decode
-        policy = self._selector.policy_of(query)
-        blind = BLIND if blocks.blind and policy == "kv" else ""
+        blind = BLIND if blocks.blind and request.policy == "kv" else ""
         booked = bool(decode.choice.expires_unix_ms)
         wanted = query.return_token_ids or query.return_hashes
         return RouteResult(
             worker=decode.worker,
-            rank=decode.slot.rank,
+            rank=slot.rank,
             overlap=runs_prompt.overlap,
             best_overlap_blocks=runs_prompt.best_blocks,
             tokens_to_compute=max(blocks.tokens - runs_prompt.overlap.device * blocks.size, 0),
@@ -139,8 +140,8 @@ class Scheduler:
             prefill_worker=prefill.worker if prefill else None,
             prefill_rank=prefill.slot.rank if prefill else 0,
             prefill_skipped=skipped,
-            session_hit=decode.slot == request.pinned,
-            policy=policy,
+            session_hit=slot == request.pinned,
+            policy=request.policy,
             prompt_tokens=blocks.tokens,
             prompt_blocks=blocks.count,
             block_size=blocks.size,

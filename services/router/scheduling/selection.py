@@ -87,6 +87,7 @@ class Selector:
         self._registry = replica.registry
         self._reports = replica.reports
         self._config = config
+        self._thresholds = config.thresholds if config.thresholds else None
         self._random = random
         self._policies = PolicyRegistry(random, [*composed.file.compositions])
         self._composed = composed
@@ -107,7 +108,7 @@ class Selector:
             AllBusy: all ranks are over the busy thresholds.
             SluiceError: INVALID_ARGUMENT for an unknown policy, UNAVAILABLE if the chosen worker was removed.
         """
-        name = self.policy_of(request.query)
+        name = request.policy
         if (composition := self._composed.find(name)) is None:
             return self._select_built_in(name, request, part, workers)
         if not request.place:  # finds the request's reservation, if any, whatever the order
@@ -229,6 +230,8 @@ class Selector:
 
     def fallbacks(self, request: SchedulingRequest, selection: Selection) -> list[Worker]:
         """Returns the workers of the next offers by preference and the loads last read; at most as many as queried."""
+        if len(selection.offers) < 2:
+            return []
         found: dict[str, Worker] = {selection.worker.worker_id: selection.worker}
         for offer in selection.by_preference(request.view.loads, request.query.cost.prefill_load_scale):
             if len(found) > request.query.fallbacks:
@@ -305,8 +308,8 @@ class Selector:
         """Returns the limits of the ranks that have limits."""
         if not request.place:
             return {slot: CLOSED for worker in workers for slot in worker.slots}
-        thresholds = self._config.thresholds
-        if not thresholds:
+        thresholds = self._thresholds
+        if thresholds is None:
             return {}
         reported = self._reports.by_rank(request.view) if thresholds.kv_share else {}
         return {
@@ -325,7 +328,7 @@ class Selector:
             allowed=query.candidates,
             output=0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             owner=Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
-            order=QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, query.waited_ms),
+            order=QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, request.waited_ms),
         )
 
 

@@ -85,7 +85,7 @@ async def admission(fault: Fault) -> Outcome:
 
         try:
             placed, _ = await queues.admit(
-                "m", attempt, WaitTerms(max_wait_ms=60_000, max_wait_for_workers_ms=60_000), prepare
+                "m", attempt, lambda: WaitTerms(max_wait_ms=60_000, max_wait_for_workers_ms=60_000), prepare
             )
             outcome.outputs[row] = placed
         except SluiceError as error:

@@ -95,7 +95,8 @@ class JsonIntake:
             SluiceError: INVALID_ARGUMENT for a text that is not JSON or exceeds a budget, TOO_LARGE, UNAVAILABLE if
                 the turn does not come in time; whatever `check` raises.
         """
-        self._check_length(text)
+        if self._max_bytes is not None:
+            self._check_length(text, self._max_bytes)
         if len(text) <= LARGE_BYTES:
             self._checked(text, check)
             return self._whole(text)
@@ -105,23 +106,24 @@ class JsonIntake:
 
     def parse_now(self, text: bytes) -> Any:
         """Returns a parsed text, without a turn: for short texts and threads; raises as `parse`."""
-        self._check_length(text)
+        if self._max_bytes is not None:
+            self._check_length(text, self._max_bytes)
         self._checked(text, None)
         return self._whole(text)
 
-    def _check_length(self, text: bytes) -> None:
-        if self._max_bytes is not None:
-            subject = f"{self._subject} has {len(text)} bytes, which"
-            self._max_bytes.check(len(text), subject, param=self._param, kind=ErrorKind.TOO_LARGE)
+    def _check_length(self, text: bytes, most: Budget) -> None:
+        subject = f"{self._subject} has {len(text)} bytes, which"
+        most.check(len(text), subject, param=self._param, kind=ErrorKind.TOO_LARGE)
 
     def _checked(self, text: bytes, check: Check | None) -> None:
         """Checks values and depth of a text, and makes further checks."""
-        marks = Marks.of(text)
+        marks = None if check is None else Marks.of(text)
         if self._values is not None:
             check_values(text, self._values, marks, subject=self._subject, param=self._param)
-        if marks.lists + marks.objects > MAX_DEPTH and depth_of(text) > MAX_DEPTH:
+        opened = text.count(b"[") + text.count(b"{") if marks is None else marks.lists + marks.objects
+        if opened > MAX_DEPTH and depth_of(text) > MAX_DEPTH:
             raise self._too_deep()
-        if check is not None:
+        if check is not None and marks is not None:
             check(text, marks)
 
     def _too_deep(self) -> SluiceError:

@@ -79,7 +79,8 @@ def take_media(
             parts = [_take(part, f"{where}[{index}].content[{at}]", taken, limits) for at, part in enumerate(content)]
             message = {**message, "content": parts}
         found.append(message)
-    check_total(taken, limits)
+    if taken:
+        check_total(taken, limits)
     return found, taken
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,17 +78,17 @@ class Predictions:
         self._lifetimes = lifetimes or Lifetimes()
         self._now_s = now_s
         self._anchors: dict[int, dict[WorkerRank, _Span]] = {}
-        self._starts: Counter[int] = Counter()
+        self._starts: defaultdict[int, int] = defaultdict(int)
         self._ranks: dict[WorkerRank, OrderedDict[int, _Span]] = {}  # by anchor, least recently used first
-        self._blocks: Counter[WorkerRank] = Counter()
+        self._blocks: defaultdict[WorkerRank, int] = defaultdict(int)
         self._requests: dict[str, _Span] = {}
 
     def __len__(self) -> int:
-        return self._starts.total()
+        return sum(self._starts.values())
 
     def blocks(self, slot: WorkerRank) -> int:
         """Returns the number of predicted blocks of a rank."""
-        return self._blocks[slot]
+        return self._blocks.get(slot, 0)
 
     def extend(self, observed: Mapping[WorkerRank, Overlap], hashes: Sequence[int]) -> Mapping[WorkerRank, Overlap]:
         """Returns the observed overlaps extended by predicted blocks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.router.state.reservations.cost import Offer
 from services.router.state.reservations.table import Reservation, ReservationParams, ReservedRank
@@ -58,10 +58,11 @@ class RecentChanges:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Forgets requests: those that another replica frees, or that are reserved again."""
+        entries: dict[str, Any]
         for request_id in request_ids:
-            self._reserved.pop(request_id, None)
-            self._marked.pop(request_id, None)
-            self._freed.pop(request_id, None)
+            for entries in (self._reserved, self._marked, self._freed):
+                if request_id in entries:
+                    del entries[request_id]
 
     def drop_worker(self, worker_id: str) -> None:
         """Forgets the reservations of a removed worker."""

@@ -35,7 +35,7 @@ def parts(responses: list[Any], kind: str) -> list[tuple[bytes, bool]]:
 @pytest.mark.parametrize("end", [False, True])
 def test_chunk_of_a_response_is_passed_on_whole_in_parts(size: int, end: bool) -> None:
     body = bytes(number & 255 for number in range(size))
-    found = parts(read(messages.response_body(body, end)), "response_body")
+    found = parts(read(messages.streamed(messages.RESPONSE_BODY, body, end)), "response_body")
     assert b"".join(part for part, _ in found) == body
     assert [last for _, last in found] == [False] * (len(found) - 1) + [end]
     assert max(len(part) for part, _ in found) <= messages.CHUNK

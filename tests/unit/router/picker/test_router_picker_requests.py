@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.base.packing import pack_u32
+from services.router.picker.bodies import with_token_ids
 from services.router.picker.http_request import HttpRequest, endpoints_of, read_head
-from services.router.picker.picker import with_token_ids
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def come(
     scope: Hashable = None,
 ) -> asyncio.Task[tuple[str, int]]:
     terms = WaitTerms(priority, max_wait_ms=wait_ms, scope=scope)
-    return asyncio.create_task(queues.admit(M, desk.attempt(name), terms))  # type: ignore[arg-type]
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), lambda: terms))  # type: ignore[arg-type]
 
 
 async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
@@ -147,7 +147,7 @@ async def test_request_of_another_scope_is_not_blocked(queues: AdmissionQueues[s
 
     waiting = come(queues, desk, "a", scope="x")
     await settle()
-    assert (await queues.admit(M, elsewhere, WaitTerms(scope="y")))[0] == "elsewhere"
+    assert (await queues.admit(M, elsewhere, lambda: WaitTerms(scope="y")))[0] == "elsewhere"
     assert not waiting.done()
 
 
@@ -245,7 +245,7 @@ async def test_reservation_for_a_caller_that_leaves_at_the_grant_is_released(
         asyncio.get_running_loop().call_soon(leaver.cancel)  # before the leaver hears of its place
         return "a"
 
-    leaver = asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=60_000)))
+    leaver = asyncio.create_task(queues.admit(M, attempt, lambda: WaitTerms(max_wait_ms=60_000)))
     await settle()
     await free(queues, desk)
     with pytest.raises(asyncio.CancelledError):
@@ -262,7 +262,7 @@ async def test_error_of_an_attempt_fails_only_its_request(queues: AdmissionQueue
     waiting = come(queues, desk, "a", scope="x")
     await settle()
     with pytest.raises(ValueError, match="broken"):
-        await queues.admit(M, broken, WaitTerms(max_wait_ms=1000, scope="y"))
+        await queues.admit(M, broken, lambda: WaitTerms(max_wait_ms=1000, scope="y"))
     await free(queues, desk)
     assert (await waiting)[0] == "a"
 
@@ -323,7 +323,7 @@ async def test_refused_after_a_wait_in_line() -> None:
 
     async def wait() -> None:
         with suppress(AllBusy):
-            await queues.admit("m", refuse, WaitTerms(max_wait_ms=20))
+            await queues.admit("m", refuse, lambda: WaitTerms(max_wait_ms=20))
 
     found = await circles_of(wait, TIMES)
     assert found.total() < TIMES, found
@@ -331,7 +331,7 @@ async def test_refused_after_a_wait_in_line() -> None:
 
 
 def wait(queues: AdmissionQueues[str], desk: Desk, name: str, terms: WaitTerms) -> asyncio.Task[tuple[str, int]]:
-    return asyncio.create_task(queues.admit(M, desk.attempt(name), terms))  # type: ignore[arg-type]
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), lambda: terms))  # type: ignore[arg-type]
 
 
 async def test_equal_priority_with_deadlines_is_served_by_deadline(queues: AdmissionQueues[str], desk: Desk) -> None:
@@ -401,7 +401,7 @@ async def test_model_without_workers_makes_requests_wait_until_it_has_some(desk:
             if up:
                 prepared.append(name)
 
-        return await queues.admit(M, attempt(name), terms, prepare)  # type: ignore[arg-type]
+        return await queues.admit(M, attempt(name), lambda: terms, prepare)  # type: ignore[arg-type]
 
     patient = WaitTerms(max_wait_for_workers_ms=60_000, max_wait_ms=60_000)
     waiting = [asyncio.create_task(admit("later", replace(patient, priority=1)))]
@@ -436,8 +436,12 @@ async def test_each_reason_to_wait_has_its_own_limit(desk: Desk) -> None:
         raise AllBusy
 
     waiting = [
-        asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=50, max_wait_for_workers_ms=600_000))),
-        asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=600_000, max_wait_for_workers_ms=5_000))),
+        asyncio.create_task(
+            queues.admit(M, attempt, lambda: WaitTerms(max_wait_ms=50, max_wait_for_workers_ms=600_000))
+        ),
+        asyncio.create_task(
+            queues.admit(M, attempt, lambda: WaitTerms(max_wait_ms=600_000, max_wait_for_workers_ms=5_000))
+        ),
     ]
     await settle()
     up = True
