@@ -98,17 +98,7 @@ def dynamo(python: Path, model: Path, workers: int, speedup: float) -> Iterator[
     with ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prefix = stack.enter_context(namespace())
-        (state / "kv").mkdir()
-        environment = {
-            **os.environ,
-            **dict.fromkeys(_LOOPBACK, "127.0.0.1"),
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": str(state / "kv"),
-            "DYN_REQUEST_PLANE": "tcp",
-            "DYN_EVENT_PLANE": "zmq",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-        }
+        environment, planes = dynamo_environment(state)
         frontend = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT)]
         frontend += ["--router-mode", "kv", "--kv-cache-block-size", "16"]
         mocker = ["dynamo.mocker", "--model-path", str(model), "--model-name", MODEL]
@@ -119,17 +109,38 @@ def dynamo(python: Path, model: Path, workers: int, speedup: float) -> Iterator[
         started = []
         for command in (frontend, mocker):
             with log.open("ab") as output:
-                whole = [*prefix, str(python), "-m", *command, *_PLANES]
+                whole = [*prefix, str(python), "-m", *command, *planes]
                 process = subprocess.Popen(whole, env=environment, stdout=output, stderr=output)
             started.append(process)
             stack.callback(stop, process)
-        _wait_until_served(prefix, log)
+        wait_until_served(prefix, PORT, log)
         yield Target(f"http://127.0.0.1:{PORT}", prefix, {"gateway": started[0].pid})
 
 
-def _wait_until_served(prefix: Sequence[str], log: Path) -> None:
+def dynamo_environment(state: Path) -> tuple[dict[str, str], Sequence[str]]:
+    """Returns the environment and the flags of processes of Dynamo that find each other by files in a folder."""
+    (state / "kv").mkdir()
+    environment = {
+        **os.environ,
+        **dict.fromkeys(_LOOPBACK, "127.0.0.1"),
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(state / "kv"),
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "zmq",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+    return environment, _PLANES
+
+
+def wait_until_served(prefix: Sequence[str], port: int, log: Path) -> None:
+    """Waits until a frontend lists the model.
+
+    Raises:
+        RuntimeError: with the end of the log, when it does not in time.
+    """
     deadline = time.monotonic() + READY_WITHIN_S
-    probe = [*prefix, sys.executable, str(HERE / "peer_processes.py"), f"http://127.0.0.1:{PORT}/v1/models"]
+    probe = [*prefix, sys.executable, str(HERE / "peer_processes.py"), f"http://127.0.0.1:{port}/v1/models"]
     while subprocess.run(probe, check=False, capture_output=True).returncode:
         if time.monotonic() > deadline:
             raise RuntimeError(f"Dynamo does not serve after {READY_WITHIN_S:g} s:\n{log.read_text()[-2000:]}")
