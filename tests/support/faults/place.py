@@ -1,0 +1,211 @@
+"""A running suite whose processes a fault reaches by name, its Redis among them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import psutil
+
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
+from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.faults.breaks import NOTHING, Break
+from tests.support.faults.entrances import Entrances
+from tests.support.faults.network import Network
+from tests.support.faults.parts import PARTS, Topology
+from tests.support.servers.loose_suite import LOOPBACK, LooseSuite
+from tests.support.servers.moving_redis import MovingCluster, MovingRedis, MovingSentinel
+from tests.support.servers.redis_server import RedisServer
+from tests.support.waiting import until
+
+REDIS = "redis"
+STEP_MS = 20
+WHOLE_S = 90.0
+END_S = 30.0
+TAG = "{sluice:tiny}"
+WORKER = ("--drain-s", "2", "--tool-parser", "hermes", "--reasoning-parser", "think")
+MOVING = {"sentinel": MovingSentinel, "cluster": MovingCluster}
+
+
+def victims(topology: Topology) -> list[str]:
+    """Returns the processes of a topology that parts name."""
+    return sorted({part.victim for part in PARTS.values() if part.topology == topology.name and part.victim})
+
+
+class Place:
+    """A suite of one topology.
+
+    Args:
+        folder: for the model, Redis and the logs.
+        network: in which victims have namespaces of their own; None: all listen on loopback.
+        broken: what is deliberately wrong with the suite.
+    """
+
+    def __init__(self, topology: Topology, folder: Path, network: Network | None = None, broken: Break = NOTHING) -> None:
+        self.topology = topology
+        self.network = network
+        self.logs = folder / "logs"
+        self.logs.mkdir()
+        names = victims(topology) if network is not None else []
+        self._hosts = {name: network.host(name) for name in names} if network is not None else {}
+        prefixes = {name: network.prefix(name) for name in names} if network is not None else {}
+        self.redis_home = folder / "redis"
+        self.redis_home.mkdir()
+        self.moving: MovingRedis | None = None
+        if topology.redis in MOVING:
+            self.moving = MOVING[topology.redis](self.redis_home, TAG)
+        host, prefix = self._hosts.pop(REDIS, LOOPBACK), prefixes.pop(REDIS, ())
+        self.redis = RedisServer(self.redis_home, durable=True, host=host, prefix=prefix)
+        self._model = build_qwen2_vl(folder / "model")
+        self._pickers = {name: f"{self._hosts.get(name, LOOPBACK)}:{free_port()}" for name in ("router", "router-1")}
+        self._prefixes = prefixes
+        self._broken = broken
+        self.suite: LooseSuite
+        self.entrances: Entrances
+
+    def start(self) -> None:
+        """Starts everything; returns when the suite is whole."""
+        if self.moving is not None:
+            self.moving.start()
+        else:
+            self.redis.start()
+        url = self.redis.url if self.moving is None else self.moving.url
+        self.suite = LooseSuite(
+            self._model,
+            workers=self.topology.workers,
+            prefill=self.topology.prefill,
+            preprocess=2,
+            routers=2,
+            gateways=2,
+            gateway_flags=("--responses-redis-url", url, "--drain-s", "5", *self._broken.gateway_flags),
+            worker_flags=("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", *WORKER, *self._broken.worker_flags),
+            flags_of=self._flags(url),
+            code_of=self._broken.code_of,
+            host_of=self._hosts,
+            prefix_of=self._prefixes,
+            logs=self.logs,
+        )
+        self.suite.__enter__()
+
+    def _flags(self, url: str) -> Mapping[str, Sequence[str]]:
+        flags: dict[str, Sequence[str]] = {}
+        for name, picker in self._pickers.items():
+            flags[name] = (
+                *("--redis-url", url, "--picker-listen", picker, "--picker-notice-s", "1", "--drain-s", "5"),
+                *self._broken.router_flags,
+            )
+        decoding = [f"worker-{number}" for number in range(self.topology.workers)]
+        for name in decoding:  # what a picker names; nothing listens there
+            flags[name] = ("--http-address", f"{LOOPBACK}:{free_port()}")
+        for name in ("postprocess-0", "postprocess-1", "preprocess", "preprocess-1"):
+            flags[name] = ("--drain-s", "5")
+        return flags
+
+    async def open(self) -> None:
+        """Opens the clients."""
+        suite = self.suite
+        self.entrances = Entrances(
+            [f"http://{suite.address(name)}" for name in suite.gateways],
+            list(map(suite.address, suite.routers)),
+            list(self._pickers.values()),
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes."""
+        return [*([] if self.moving is not None else [REDIS]), *self.suite.names]
+
+    def pid(self, name: str) -> int:
+        """Returns the process id of one of them."""
+        return self.redis.pid if name == REDIS else self.suite.pid(name)
+
+    def signal(self, name: str, how: signal.Signals) -> None:
+        """Sends a signal that does not end a process."""
+        os.kill(self.pid(name), how)
+
+    async def end(self, name: str, how: signal.Signals) -> None:
+        """Ends a process and waits until it has ended; killed if it does not within 30 s."""
+        if name == REDIS:
+            await asyncio.to_thread(self.redis.end, how)
+            return
+        self.suite.end(name, how)
+        await self.ended(name)
+
+    async def ended(self, name: str, within_s: float = END_S) -> None:
+        """Waits until a process has ended by itself; killed if it does not in time."""
+        process = psutil.Process(self.pid(name))
+        gone = await asyncio.to_thread(psutil.wait_procs, [process], within_s)
+        if not gone[0]:
+            process.kill()
+        if name != REDIS:
+            self.suite.end(name, signal.SIGKILL)
+
+    async def start_again(self, name: str, tree: Path | None = None) -> None:
+        """Starts a process that has ended, of another source tree if there is one."""
+        if name == REDIS:
+            await asyncio.to_thread(self.redis.start)
+        else:
+            environment = {} if tree is None else {"PYTHONPATH": str(tree)}
+            await asyncio.to_thread(self.suite.start, name, environment)
+
+    async def whole(self, within_s: float = WHOLE_S) -> None:
+        """Waits until every gateway and router has everything.
+
+        Raises:
+            TimeoutError: one has not in time.
+        """
+        await until(self._is_whole, within_s, pause_s=0.1)
+
+    async def _is_whole(self) -> bool:
+        wanted = {"preprocess": 2, "router": 2, "postprocess": 2}
+        async with httpx.AsyncClient(timeout=5) as client:
+            for name in self.suite.gateways:
+                try:
+                    answer = await client.get(f"http://{self.suite.address(name)}/ready?workers=0")
+                except httpx.TransportError:
+                    return False
+                state = answer.json()
+                services = state.get("services", {})
+                if answer.status_code != 200 or state["workers"] < len(self.suite.workers):
+                    return False
+                if any(services.get(service, 0) < count for service, count in wanted.items()):
+                    return False
+        return all([await self._lists_all(name) for name in self.suite.routers])
+
+    async def _lists_all(self, router: str) -> bool:
+        async with open_channel(self.suite.address(router)) as channel:
+            stub = router_pb2_grpc.RouterStub(channel)
+            with contextlib.suppress(Exception):
+                listed = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)
+                return {worker.worker_id for worker in listed.workers} >= set(self.suite.workers)
+        return False
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything."""
+        if hasattr(self, "suite"):
+            self.suite.close()
+        self.redis.stop()
+        if self.moving is not None:
+            self.moving.stop()
