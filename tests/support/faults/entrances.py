@@ -17,9 +17,10 @@ from services.common.rpc.channels import open_channel
 
 T = TypeVar("T")
 
-ATTEMPT_S = 40.0
+SILENCE_S, CONNECT_S = 20.0, 5.0
+"""How long a client waits for the next byte, or for a connection."""
 CUT = (httpx.TransportError, ConnectionClosed, ConnectionError)
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class RequestFailedError(Exception):
@@ -30,7 +31,7 @@ def is_cut(error: BaseException) -> bool:
     """Whether an error says that the server is gone, not what it thinks of the request."""
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in GONE
-    return isinstance(error, CUT) and not isinstance(error, httpx.TimeoutException)
+    return isinstance(error, CUT)
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Entrances:
         self.retries: tuple[str, ...] = ()
         """Which of gateways, routers and pickers have clients that try the next one when theirs is gone."""
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
-        self.clients = [httpx.AsyncClient(base_url=url, timeout=ATTEMPT_S, limits=limits) for url in gateways]
+        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+        self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in gateways]
         self.routers = [open_channel(address) for address in routers]
         self.pickers = [open_channel(address) for address in pickers]
         self._turns = itertools.count()
@@ -68,7 +70,12 @@ class Entrances:
         Args:
             kind: gateways, routers or pickers.
         """
-        servers: Sequence[Any] = {"gateways": self.clients, "routers": self.routers, "pickers": self.pickers}[kind]
+        every: dict[str, Sequence[Any]] = {
+            "gateways": self.clients,
+            "routers": self.routers,
+            "pickers": self.pickers,
+        }
+        servers = every[kind]
         turn = next(self._turns)
         tries = len(servers) if kind in self.retries else 1
         for number in range(tries):

@@ -17,9 +17,12 @@ from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.faults.place import REDIS, Place
 
 MIB = 1 << 20
-MAX_FILES = 8
+MAX_FILES = 4
 """Files that a process may have opened for good, such as connections to a peer that returned."""
 _LIVE = re.compile(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_MOVES = re.compile(
+    r'^sluice_gateway_(?:migrations_total\{[^}]*outcome="moved"|text_moves_total\{)[^}]*\} (\S+)$', re.MULTILINE
+)
 _VARYING = re.compile(r"\d{6,}|[0-9a-f]{8,}")
 
 
@@ -45,7 +48,7 @@ class Left:
         reservations: at the router that has most of them.
         streams: of gateways.
         running: requests at workers.
-        files: that all processes have open more than before; those that were started since do not count.
+        files: that the process that opened most has more than before; those that were started since do not count.
         keys: kinds of keys in Redis of which there are more than before, with the number.
         memory_mib: growth of the process that grew most.
         errors: what could not be counted.
@@ -91,6 +94,19 @@ def _keys(place: Place) -> Mapping[str, int]:
     return counts
 
 
+async def moves_of(place: Place) -> Mapping[tuple[str, int], int]:
+    """Returns how many generations and texts each gateway moved, by name and process id."""
+    found = {}
+    async with httpx.AsyncClient(timeout=10) as client:
+        for name in place.suite.gateways:
+            try:
+                metrics = (await client.get(f"http://{place.suite.address(name)}/metrics")).text
+            except httpx.TransportError:
+                continue
+            found[name, place.pid(name)] = int(sum(map(float, _MOVES.findall(metrics))))
+    return found
+
+
 async def left(place: Place, before: Inventory, within_s: float = 30.0) -> Left:
     """Waits until nothing is left; returns what still is when the time is over."""
     deadline = time.monotonic() + within_s
@@ -122,7 +138,7 @@ async def _left(place: Place, before: Inventory) -> Left:
             found.running += info.load.running_requests + info.load.waiting_requests
     now = await inventory(place)
     kept = now.files.keys() & before.files.keys()
-    found.files = sum(max(0, now.files[key] - before.files[key]) for key in kept if key[0] != REDIS)
+    found.files = max([0, *(now.files[key] - before.files[key] for key in kept if key[0] != REDIS)])
     grown = [now.memory[key] - before.memory[key] for key in kept]
     found.memory_mib = max([0, *grown]) / MIB
     found.keys = {

@@ -29,6 +29,10 @@ class Exchange(Attempts):
         self.pause_s = max(self.pause_s, now - self._last)
         self._last = now
 
+    def rested(self) -> None:
+        """Notes that the client waited by itself."""
+        self._last = time.monotonic()
+
 
 class Load(ABC):
     """Sends requests of one kind.

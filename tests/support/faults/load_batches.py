@@ -42,7 +42,6 @@ class Batches(Load):
         while batch["status"] not in ("completed", "failed", "cancelled", "expired"):
             await asyncio.sleep(POLL_S)
             batch = (await http(exchange, "GET", f"/v1/batches/{batch['id']}")).json()
-            exchange.heard()
         if batch["status"] != "completed" or batch["request_counts"]["completed"] != LINES:
             raise RequestFailedError(f"batch {batch['status']}: {batch['request_counts']} {batch.get('errors')}")
         content = (await http(exchange, "GET", f"/v1/files/{batch['output_file_id']}/content")).text

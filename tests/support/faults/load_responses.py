@@ -10,7 +10,7 @@ import httpx
 from websockets.asyncio.client import connect
 
 from tests.support.clients.response_socket import LAST
-from tests.support.faults.entrances import RequestFailedError, events
+from tests.support.faults.entrances import CONNECT_S, SILENCE_S, RequestFailedError, events
 from tests.support.faults.load import MODEL, Exchange, Load
 from tests.support.faults.outcome import Answer
 
@@ -32,9 +32,7 @@ def answer_of(response: dict[str, Any]) -> Answer:
     """
     if response["status"] not in ("completed", "incomplete"):
         raise RequestFailedError(f"response {response['status']}: {response.get('error')}")
-    texts = [
-        str(part.get("text", "")) for item in response["output"] for part in item.get("content") or () if part
-    ]
+    texts = [str(part.get("text", "")) for item in response["output"] for part in item.get("content") or () if part]
     return Answer((response["status"], *texts), response["usage"]["output_tokens"])
 
 
@@ -82,7 +80,10 @@ class SocketResponses(Load):
         async def call(client: httpx.AsyncClient) -> Answer:
             text = ""
             address = str(client.base_url).replace("http", "ws", 1).rstrip("/") + RESPONSES
-            async with connect(address, max_size=None, open_timeout=30, compression=None) as socket:
+            options: dict[str, Any] = {"max_size": None, "compression": None, "close_timeout": 2}
+            async with connect(
+                address, open_timeout=CONNECT_S, ping_interval=5, ping_timeout=SILENCE_S - 5, **options
+            ) as socket:
                 await socket.send(json.dumps(asked))
                 while (event := json.loads(await socket.recv()))["type"] not in LAST:
                     exchange.heard()
@@ -104,7 +105,6 @@ class BackgroundResponses(Load):
         http = self.entrances.http
         asked = body("Think of", number, background=True)
         response = (await http(exchange, "POST", RESPONSES, json=asked)).json()
-        exchange.heard()
         path = f"{RESPONSES}/{response['id']}"
         while response["status"] not in ENDED:
             await asyncio.sleep(POLL_S)

@@ -16,6 +16,8 @@ from tests.support.faults.load import MODEL, Exchange, Load
 from tests.support.faults.outcome import Answer
 
 HELD_S = 1.0
+WORK_S = 0.3
+"""How long the endpoint works that was picked."""
 CALL_S = 20.0
 OWN = "matrix"
 """Beginning of the ids of requests that an external scheduler reserves for."""
@@ -47,7 +49,7 @@ class Reservations(Load):
         if not (reserved.decode.worker_id and reserved.reservation_id):
             raise RequestFailedError(f"reserved nothing: {reserved}")
         await asyncio.sleep(HELD_S)
-        exchange.heard()
+        exchange.rested()
         before = exchange.retried
         freed = await at_one("routers", free, exchange)
         if freed.unknown and exchange.retried == before:  # a repeated call may meet what the first one did
@@ -71,10 +73,13 @@ class Picks(Load):
                 exchange.heard()
                 if answered.status or not answered.endpoints:
                     raise RequestFailedError(f"picked nothing: {answered.status} {answered.error!r}")
-                await asyncio.sleep(0.3)  # the endpoint works
+                await asyncio.sleep(WORK_S)
+                exchange.rested()
                 await picking.respond([b"data: {}\n\n"], served=answered.endpoints[0])
                 await picking.end()
                 return Answer(("picked",))
+            except asyncio.InvalidStateError:  # sent on a stream that has ended
+                raise ConnectionError("the picker's stream has ended") from None
             finally:
                 picking.cut()
 

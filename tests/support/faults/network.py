@@ -1,6 +1,6 @@
-"""A private network: this process and its children in one namespace, and victims each in one of their own behind a bridge.
+"""A private network: this process and its children in one namespace, victims each in one of their own behind a bridge.
 
-Nothing outside sees it, and it ends with its processes; only the names of the victims' namespaces have to be removed.
+Nothing outside sees it, nor the mounts that are made in it, and both end with their processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 BRIDGE = "suite"
 SUBNET = "10.77.0"
 _entered = False
@@ -33,12 +33,13 @@ def run(*command: str) -> None:
 
 
 def enter_private_network() -> None:
-    """Moves this thread, and the threads and processes that it will start, into a network namespace of their own."""
+    """Moves this thread, and the threads and processes that it will start, into a network and mounts of their own."""
     global _entered
     if _entered:
         return
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNET)")
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNS | CLONE_NEWNET)")
+    run("mount", "--make-rprivate", "/")
     run("ip", "link", "set", "lo", "up")
     _entered = True
 

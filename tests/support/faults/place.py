@@ -32,7 +32,10 @@ STEP_MS = 20
 WHOLE_S = 90.0
 END_S = 30.0
 TAG = "{sluice:tiny}"
-WORKER = ("--drain-s", "2", "--tool-parser", "hermes", "--reasoning-parser", "think")
+WORKER = (
+    *("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "2"),
+    *("--tool-parser", "hermes", "--reasoning-parser", "think"),
+)
 MOVING = {"sentinel": MovingSentinel, "cluster": MovingCluster}
 
 
@@ -50,7 +53,9 @@ class Place:
         broken: what is deliberately wrong with the suite.
     """
 
-    def __init__(self, topology: Topology, folder: Path, network: Network | None = None, broken: Break = NOTHING) -> None:
+    def __init__(
+        self, topology: Topology, folder: Path, network: Network | None = None, broken: Break = NOTHING
+    ) -> None:
         self.topology = topology
         self.network = network
         self.logs = folder / "logs"
@@ -87,7 +92,12 @@ class Place:
             routers=2,
             gateways=2,
             gateway_flags=("--responses-redis-url", url, "--drain-s", "5", *self._broken.gateway_flags),
-            worker_flags=("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", *WORKER, *self._broken.worker_flags),
+            worker_flags=(
+                "--engine-args",
+                f"timing=fixed,fixed_step_ms={STEP_MS}",
+                *WORKER,
+                *self._broken.worker_flags,
+            ),
             flags_of=self._flags(url),
             code_of=self._broken.code_of,
             host_of=self._hosts,
@@ -128,7 +138,7 @@ class Place:
         """Returns the process id of one of them."""
         return self.redis.pid if name == REDIS else self.suite.pid(name)
 
-    def signal(self, name: str, how: signal.Signals) -> None:
+    def send_signal(self, name: str, how: signal.Signals) -> None:
         """Sends a signal that does not end a process."""
         os.kill(self.pid(name), how)
 

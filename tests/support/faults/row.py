@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.support.faults.injections import Fault, Scene
-from tests.support.faults.leftovers import Inventory, Left, inventory, left
+from tests.support.faults.fault import Fault, Scene
+from tests.support.faults.leftovers import Inventory, Left, inventory, left, moves_of
 from tests.support.faults.load import DEADLINE_S, Load
 from tests.support.faults.outcome import Cell, Reference, full_service, judged
 from tests.support.faults.place import Place
@@ -29,6 +29,7 @@ class Row:
     Attributes:
         problem: why the suite is not whole afterwards; empty: it is.
         healed_s: from the fault until it is undone and the suite whole.
+        moved: generations and texts that went on at another replica.
         sentence: why the row is not perfect by nature.
     """
 
@@ -37,6 +38,7 @@ class Row:
     cells: list[Cell] = field(default_factory=list)
     left: Left = field(default_factory=Left)
     healed_s: float = 0.0
+    moved: int = 0
     problem: str = ""
     sentence: str = ""
     not_run: str = ""
@@ -62,6 +64,7 @@ async def run_row(scene: Scene, fault: Fault, kinds: Sequence[type[Load]], known
     await place.whole()
     references = await known.of(place, kinds)
     before = await _settled(place)
+    moves = await moves_of(place)
     place.entrances.retries = scene.part.retries
     loads = [kind(place.entrances) for kind in kinds]
     running = [asyncio.create_task(load.run()) for load in loads]
@@ -85,6 +88,8 @@ async def run_row(scene: Scene, fault: Fault, kinds: Sequence[type[Load]], known
         cell = Cell(scene.part.name, fault.name, load.name)
         row.cells.append(judged(cell, load.observations, references[load.name], injected))
     row.left = await left(place, before)
+    now = await moves_of(place)
+    row.moved = sum(max(0, now[key] - moves.get(key, 0)) for key in now)
     return row
 
 

@@ -35,7 +35,7 @@ class LooseSuite:
         code_of: Python code that single processes run, by name, given the service's module and flags.
         gateways: number of gateways; the first has no number in its name.
         host_of: addresses on which single processes listen, by name; the others listen on 127.0.0.1.
-        prefix_of: what single processes are run by, by name, such as `ip netns exec NAME`; it has to become the process.
+        prefix_of: what runs single processes, by name, such as `ip netns exec NAME`; it has to become the process.
         logs: folder that gets a log of each process; None: they write where this process does.
     """
 

@@ -1,0 +1,157 @@
+"""Faults of processes: they end, stop, slow down, run out of memory, and are restarted in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.faults.fault import Scene
+from tests.support.faults.host import memory_cgroups
+from tests.support.faults.place import REDIS
+
+SUPERVISOR_S = 2.0
+"""Until a supervisor has noticed that a process ended, and starts it again."""
+SLOW_S, PERIOD_S, SLOWER = 8.0, 0.1, 10
+MEMORY_MIB = 64
+_HOG = "held = []\nwhile True: held.append(b'x' * (1 << 20))"
+
+
+async def killed(scene: Scene) -> None:
+    """Ends a process without a word."""
+    await _ended(scene, signal.SIGKILL)
+
+
+async def terminated(scene: Scene) -> None:
+    """Tells a process to end."""
+    await _ended(scene, signal.SIGTERM)
+
+
+async def _ended(scene: Scene, how: signal.Signals) -> None:
+    place = scene.place
+    if place.moving is not None and scene.victim == REDIS:
+        await place.moving.fault("killed")
+        await place.moving.heal()
+    else:
+        await place.end(scene.victim, how)
+        await asyncio.sleep(SUPERVISOR_S)
+        await place.start_again(scene.victim)
+    await place.whole()
+
+
+def stopped(seconds: float) -> Callable[[Scene], Awaitable[None]]:
+    """Returns a fault: a process does nothing for a time."""
+
+    async def inject(scene: Scene) -> None:
+        place, began = scene.place, time.monotonic()
+        if place.moving is not None and scene.victim == REDIS:
+            await place.moving.fault("frozen")
+            await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
+            await place.moving.heal()
+        else:
+            place.send_signal(scene.victim, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                place.send_signal(scene.victim, signal.SIGCONT)
+        await place.whole()
+
+    return inject
+
+
+async def slowed(scene: Scene) -> None:
+    """Lets a process run for a tenth of the time."""
+    place, until = scene.place, time.monotonic() + SLOW_S
+    try:
+        while time.monotonic() < until:
+            place.send_signal(scene.victim, signal.SIGSTOP)
+            await asyncio.sleep(PERIOD_S * (1 - 1 / SLOWER))
+            place.send_signal(scene.victim, signal.SIGCONT)
+            await asyncio.sleep(PERIOD_S / SLOWER)
+    finally:
+        place.send_signal(scene.victim, signal.SIGCONT)
+    await place.whole()
+
+
+async def out_of_memory(scene: Scene) -> None:
+    """Fills a control group in which the victim is the only process that the kernel may end."""
+    place = scene.place
+    pid = place.pid(scene.victim)
+    with _memory_group(MEMORY_MIB) as group:
+        (group / "cgroup.procs").write_text(str(pid))
+        hog = await asyncio.to_thread(_start_hog, group)
+        try:
+            await place.ended(scene.victim)
+        finally:
+            hog.kill()
+            hog.wait(20)
+    await asyncio.sleep(SUPERVISOR_S)
+    await place.start_again(scene.victim)
+    await place.whole()
+
+
+def _start_hog(group: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _HOG], preexec_fn=lambda: _join(group))
+
+
+def _join(group: Path) -> None:
+    """Moves this process into a control group, as one that is not ended when its memory is used up."""
+    Path("/proc/self/oom_score_adj").write_text("-1000")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def _memory_group(mib: int) -> Iterator[Path]:
+    parent = memory_cgroups()
+    assert parent is not None
+    group = parent / f"sluice-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit.write_text(str(mib << 20))
+        with contextlib.suppress(OSError):
+            (group / "memory.swap.max").write_text("0")
+        yield group
+    finally:
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:  # its last process is about to end
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+async def restarted_in_turn(scene: Scene) -> None:
+    """Restarts every replica of the part, one after the other."""
+    await _restart_all(scene, None)
+
+
+async def upgraded_in_turn(scene: Scene) -> None:
+    """Restarts every replica with the code of another tree, and then with this one's."""
+    try:
+        await _restart_all(scene, scene.other)
+        await asyncio.sleep(SUPERVISOR_S)
+    finally:
+        await _restart_all(scene, None)
+
+
+async def _restart_all(scene: Scene, tree: Path | None) -> None:
+    for name in scene.place.names:
+        if name.startswith(scene.part.tier):
+            await scene.place.end(name, signal.SIGTERM)
+            await scene.place.start_again(name, tree)
+            await scene.place.whole()
