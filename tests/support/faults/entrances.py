@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -36,8 +35,14 @@ def is_cut(error: BaseException) -> bool:
 
 @dataclass
 class Attempts:
-    """Counts what was repeated for one request."""
+    """The servers that one request is sent to.
 
+    Attributes:
+        turn: which server is the first.
+        retried: attempts that were cut, and repeated at the next one.
+    """
+
+    turn: int = 0
     retried: int = 0
 
 
@@ -57,7 +62,6 @@ class Entrances:
         self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in gateways]
         self.routers = [open_channel(address) for address in routers]
         self.pickers = [open_channel(address) for address in pickers]
-        self._turns = itertools.count()
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -65,7 +69,7 @@ class Entrances:
         await asyncio.gather(*(channel.close() for channel in (*self.routers, *self.pickers)))
 
     async def at_one(self, kind: str, call: Callable[[Any], Awaitable[T]], attempts: Attempts) -> T:
-        """Returns what a call says that is made at the servers in turn, and again at the next one if its is gone.
+        """Returns what a call says that is made at a server, and again at the next one if it is gone.
 
         Args:
             kind: gateways, routers or pickers.
@@ -76,11 +80,10 @@ class Entrances:
             "pickers": self.pickers,
         }
         servers = every[kind]
-        turn = next(self._turns)
         tries = len(servers) if kind in self.retries else 1
         for number in range(tries):
             try:
-                return await call(servers[(turn + number) % len(servers)])
+                return await call(servers[(attempts.turn + number) % len(servers)])
             except Exception as error:
                 if number + 1 == tries or not is_cut(error):
                     raise

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from tests.support.faults.entrances import Attempts, Entrances
-from tests.support.faults.outcome import Answer, Observation, Reference, percentile
+from tests.support.faults.outcome import Answer, Observation, Reference
 
 DEADLINE_S = 45.0
 """Longest duration of a request; then it counts as hung."""
@@ -18,8 +18,8 @@ MODEL = "tiny"
 class Exchange(Attempts):
     """One request while it runs: when something last arrived."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, turn: int) -> None:
+        super().__init__(turn)
         self._last = time.monotonic()
         self.pause_s = 0.0
 
@@ -67,19 +67,21 @@ class Load(ABC):
         """Lets `run` return once the requests in progress have ended."""
         self._stopping.set()
 
-    async def _lane(self, number: int) -> None:
+    async def _lane(self, lane: int) -> None:
+        """Sends one request after the other, first to the same server: each server always has some of them."""
+        number = lane
         while not self._stopping.is_set():
             self.in_progress += 1
-            seen = await self._observed(number % self.distinct)
+            seen = await self._observed(number % self.distinct, lane)
             self.in_progress -= 1
             self.observations.append(seen)
             if seen.answer is None:
                 await asyncio.sleep(0.2)  # as clients do, it does not ask again at once
             number += self.at_once + (number // self.distinct) % 2  # not always the same requests in one lane
 
-    async def _observed(self, number: int) -> Observation:
+    async def _observed(self, number: int, turn: int) -> Observation:
         seen = Observation(self.name, number, time.monotonic())
-        exchange = Exchange()
+        exchange = Exchange(turn)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 seen.answer = await self.ask(number, exchange)
@@ -101,9 +103,10 @@ class Load(ABC):
         seen: list[Observation] = []
         for start in range(0, self.distinct, self.at_once):
             numbers = range(start, min(start + self.at_once, self.distinct))
-            seen += await asyncio.gather(*map(self._observed, numbers))
-        answers = {}
+            seen += await asyncio.gather(*(self._observed(number, number) for number in numbers))
+        answers, seconds = {}, {}
         for observation in seen:
             assert observation.answer is not None, f"{self.name}, undisturbed: {observation.error}"
             answers[observation.number] = observation.answer
-        return Reference(answers, percentile([observation.seconds for observation in seen], 0.95))
+            seconds[observation.number] = observation.seconds
+        return Reference(answers, seconds)

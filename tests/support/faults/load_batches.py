@@ -30,7 +30,6 @@ class Batches(Load):
 
     name = "batch"
     about = f"batches of {LINES} chats"
-    at_once = 1
     distinct = 3
 
     async def ask(self, number: int, exchange: Exchange) -> Answer:

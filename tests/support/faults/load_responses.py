@@ -98,7 +98,6 @@ class BackgroundResponses(Load):
 
     name = "background"
     about = "responses in the background"
-    at_once = 1
     distinct = 4
 
     async def ask(self, number: int, exchange: Exchange) -> Answer:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 NORMAL_TIMES, NORMAL_EXTRA_S = 2.0, 1.0
-"""A request is served normally within so many times the undisturbed 95th percentile, and so many seconds more."""
+"""A request is served normally within so many times its undisturbed duration, and so many seconds more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,15 @@ class Reference:
 
     Attributes:
         answers: by number of the request.
-        p95_s: 95th percentile of the durations.
+        seconds: how long each took.
     """
 
     answers: Mapping[int, Answer]
-    p95_s: float
+    seconds: Mapping[int, float]
 
-    @property
-    def normal_s(self) -> float:
-        """Longest duration of a request that is served normally."""
-        return NORMAL_TIMES * self.p95_s + NORMAL_EXTRA_S
+    def is_normal(self, seen: Observation) -> bool:
+        """Whether a request was served, and in normal time."""
+        return seen.answer is not None and seen.seconds <= NORMAL_TIMES * self.seconds[seen.number] + NORMAL_EXTRA_S
 
 
 @dataclass(slots=True)
@@ -104,13 +102,6 @@ class Cell:
         return served and not (self.failed or self.different or self.lost or self.doubled)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the smallest value that at least a share of the values do not exceed; 0 without values."""
-    if not values:
-        return 0.0
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def moved_words(expected: Answer, found: Answer) -> tuple[int, int]:
     """Returns the words that an answer lacks and those that it has too many."""
     lost = doubled = 0
@@ -129,7 +120,7 @@ def lost_and_doubled(expected: Answer, found: Answer) -> tuple[int, int]:
     return (0, 0) if found == expected else moved_words(expected, found)
 
 
-def full_service(observations: Sequence[Observation], injected: float, normal_s: float) -> float | None:
+def full_service(observations: Sequence[Observation], injected: float, reference: Reference) -> float | None:
     """Returns the seconds from a fault until requests that start from then on are served normally.
 
     None: no request has started after the last one that failed or was slow.
@@ -138,7 +129,7 @@ def full_service(observations: Sequence[Observation], injected: float, normal_s:
     whole_since = injected
     pending = False
     for seen in started:
-        if seen.answer is None or seen.seconds > normal_s:
+        if not reference.is_normal(seen):
             pending = True
         elif pending:
             whole_since, pending = seen.began, False
@@ -148,7 +139,7 @@ def full_service(observations: Sequence[Observation], injected: float, normal_s:
 def judged(cell: Cell, observations: Sequence[Observation], reference: Reference, injected: float) -> Cell:
     """Fills a cell with what happened to the requests of its load."""
     cell.requests = len(observations)
-    cell.full_service_s = full_service(observations, injected, reference.normal_s)
+    cell.full_service_s = full_service(observations, injected, reference)
     for seen in observations:
         cell.retried += seen.retried
         cell.pause_s = max(cell.pause_s, seen.pause_s)

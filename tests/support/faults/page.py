@@ -30,8 +30,8 @@ can be.
   ended, and repeated at another one. **moved**: generations that went on at another worker, and texts at another
   postprocess replica.
 - **longest pause**: until the next event of a stream, the first one included; of an answer in one piece, its duration.
-  **full service**: from the fault until requests that start from then on are served within twice the undisturbed 95th
-  percentile and 1 s.
+  **full service**: from the fault until requests that start from then on are served within twice their undisturbed
+  time and 1 s.
 - **left**, after everything has ended: reservations, streams of gateways, requests at workers, open files of the
   process that opened most, and Redis keys that were not there before. **memory**: growth of the process that grew most.
 - A cell is *red* when a request failed or differs, and a row also when something is left, and no sentence says why that

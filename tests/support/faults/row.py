@@ -106,7 +106,7 @@ async def _served(loads: Sequence[Load], references: Mapping[str, Reference], in
     """Waits until every load is served normally again, for a while."""
     deadline = time.monotonic() + MAX_AFTER_S
     while time.monotonic() < deadline:
-        times = (full_service(load.observations, injected, references[load.name].normal_s) for load in loads)
+        times = (full_service(load.observations, injected, references[load.name]) for load in loads)
         if all(found is not None for found in times):
             return
         await asyncio.sleep(POLL_S)
