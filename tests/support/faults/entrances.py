@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 SILENCE_S, CONNECT_S = 20.0, 5.0
 """How long a client waits for the next byte, or for a connection."""
+UNAVAILABLE, AGAIN_S = 503, 0.5
 CUT = (httpx.TransportError, ConnectionClosed, ConnectionError)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -56,7 +57,10 @@ class Entrances:
 
     def __init__(self, gateways: Sequence[str], routers: Sequence[str], pickers: Sequence[str]) -> None:
         self.retries: tuple[str, ...] = ()
-        """Which of gateways, routers and pickers have clients that try the next one when theirs is gone."""
+        """Which of gateways, routers and pickers have clients that try the next one when theirs is gone.
+
+        With `unavailable`, clients ask again after a 503.
+        """
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in gateways]
@@ -91,7 +95,7 @@ class Entrances:
         raise AssertionError("the last try has returned or raised")
 
     async def http(self, attempts: Attempts, method: str, path: str, **more: Any) -> httpx.Response:
-        """Returns the answer of a gateway.
+        """Returns the answer of a gateway; asks again after a 503, as official clients do, where that is expected.
 
         Raises:
             RequestFailedError: its status is an error.
@@ -101,6 +105,10 @@ class Entrances:
             return await client.request(method, path, **more)
 
         response = await self.at_one("gateways", call, attempts)
+        while response.status_code == UNAVAILABLE and "unavailable" in self.retries:
+            attempts.retried += 1
+            await asyncio.sleep(AGAIN_S)
+            response = await self.at_one("gateways", call, attempts)
         if response.status_code >= 400:
             raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
         return response

@@ -105,9 +105,10 @@ class BackgroundResponses(Load):
         asked = body("Think of", number, background=True)
         response = (await http(exchange, "POST", RESPONSES, json=asked)).json()
         path = f"{RESPONSES}/{response['id']}"
-        while response["status"] not in ENDED:
-            await asyncio.sleep(POLL_S)
-            response = (await http(exchange, "GET", path)).json()
-        answer = answer_of(response)
-        await http(exchange, "DELETE", path)
-        return answer
+        try:
+            while response["status"] not in ENDED:
+                await asyncio.sleep(POLL_S)
+                response = (await http(exchange, "GET", path)).json()
+            return answer_of(response)
+        finally:
+            await http(exchange, "DELETE", path)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ROUTER_SERVERS = ("routers", "pickers")
+ASKS_AGAIN = ("unavailable",)
 POOL, PAIRS = "pool", "pairs"
 SENTINEL, CLUSTER = "sentinel", "cluster"
 
@@ -43,7 +44,8 @@ class Part:
     Attributes:
         victim: name of the process that is disturbed.
         tier: beginning of the names of its replicas.
-        retries: servers whose clients go to the next one when theirs is gone: those that the fault ends.
+        retries: servers whose clients go to the next one when theirs is gone: those that the fault ends; `unavailable`:
+            clients ask again after a 503.
         missing: why the part cannot be disturbed by this tool; empty: it can.
     """
 
@@ -66,9 +68,9 @@ PARTS: Mapping[str, Part] = {
         Part("postprocess", POOL, "postprocess-0", "postprocess"),
         Part("gateway", POOL, "gateway", "gateway", retries=("gateways",)),
         Part("picker", POOL, "router-1", "router", retries=ROUTER_SERVERS),
-        Part("redis", POOL, "redis", "redis"),
-        Part("redis-sentinel", SENTINEL, "redis", "redis"),
-        Part("redis-cluster", CLUSTER, "redis", "redis"),
+        Part("redis", POOL, "redis", "redis", retries=ASKS_AGAIN),
+        Part("redis-sentinel", SENTINEL, "redis", "redis", retries=ASKS_AGAIN),
+        Part("redis-cluster", CLUSTER, "redis", "redis", retries=ASKS_AGAIN),
         Part("dns", POOL, "", "dns", missing="no server of names is part of the suite that this tool starts"),
     )
 }

@@ -32,10 +32,7 @@ STEP_MS = 20
 WHOLE_S = 90.0
 END_S = 30.0
 TAG = "{sluice:tiny}"
-WORKER = (
-    *("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "2"),
-    *("--tool-parser", "hermes", "--reasoning-parser", "think"),
-)
+WORKER = ("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "2")
 MOVING = {"sentinel": MovingSentinel, "cluster": MovingCluster}
 
 
@@ -116,8 +113,10 @@ class Place:
         decoding = [f"worker-{number}" for number in range(self.topology.workers)]
         for name in decoding:  # what a picker names; nothing listens there
             flags[name] = ("--http-address", f"{LOOPBACK}:{free_port()}")
-        for name in ("postprocess-0", "postprocess-1", "preprocess", "preprocess-1"):
+        for name in ("preprocess", "preprocess-1"):
             flags[name] = ("--drain-s", "5")
+        for name in ("postprocess-0", "postprocess-1"):
+            flags[name] = ("--drain-s", "5", "--reasoning-parsers", "tiny=think")
         return flags
 
     async def open(self) -> None:

@@ -62,8 +62,9 @@ SENTENCES = (
         loads=("background",),
     ),
     Sentence(
-        "Batches, files and background responses are in Redis and nowhere else: while it is away they cannot be read.",
-        r"(/v1/(files|batches|responses).*: 50[03]|hung)",
+        "Batches, files and background responses are in Redis and nowhere else: while it is away, requests for them "
+        "are answered with 503 `store_unavailable`; a client that asks again is served.",
+        RETRIED,
         parts=("redis", "redis-sentinel", "redis-cluster"),
         loads=("batch", "background"),
     ),
