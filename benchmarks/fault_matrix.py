@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests s
 
 from tests.support.faults.host import Host, described
 from tests.support.faults.matrix import Options, run_rows
-from tests.support.faults.page import Run, as_json, as_page, problem_of, row_of
+from tests.support.faults.page import Run, as_json, as_page, problems_of, row_of
 from tests.support.faults.row import Row
 from tests.support.faults.selection import UnknownNameError, broken, missing, planned
 
@@ -37,13 +37,8 @@ def _told(row: Row) -> None:
         return
     texts = dict.fromkeys([*(cell.sentence for cell in row.cells), row.sentence])
     print("| " + " | ".join(row_of(row, {text: number for number, text in enumerate(texts, 1)})) + " |", flush=True)
-    for problem in (*([row.problem] if row.problem else []), *_red(row)):
-        print(f"red: {row.part}, {row.fault}{problem}", file=sys.stderr, flush=True)
-
-
-def _red(row: Row) -> list[str]:
-    cells = (cell for cell in row.cells if not cell.perfect and not cell.sentence)
-    return [f", {cell.load}: {problem_of(cell)}" for cell in cells]
+    for problem in problems_of(row):
+        print(f"red: {problem}", file=sys.stderr, flush=True)
 
 
 def _commit() -> str:

@@ -21,7 +21,8 @@ SUPERVISOR_S = 2.0
 """Until a supervisor has noticed that a process ended, and starts it again."""
 SLOW_S, PERIOD_S, SLOWER = 8.0, 0.1, 10
 MEMORY_MIB = 64
-_HOG = "held = []\nwhile True: held.append(b'x' * (1 << 20))"
+END_S = 3.0
+_HOG = "import sys; sys.stdin.read(); held = []\nwhile True: held.append(b'x' * (1 << 20))"
 
 
 async def killed(scene: Scene) -> None:
@@ -81,13 +82,12 @@ async def slowed(scene: Scene) -> None:
 
 
 async def out_of_memory(scene: Scene) -> None:
-    """Fills a control group in which the victim is the only process that the kernel may end."""
+    """Fills a control group in which the kernel ends the victim first."""
     place = scene.place
-    pid = place.pid(scene.victim)
     with _memory_group(MEMORY_MIB) as group:
-        (group / "cgroup.procs").write_text(str(pid))
-        hog = await asyncio.to_thread(_start_hog, group)
+        hog = await asyncio.to_thread(_start_hog)
         try:
+            _share_memory(group, place.pid(scene.victim), hog)
             await place.ended(scene.victim)
         finally:
             hog.kill()
@@ -97,14 +97,16 @@ async def out_of_memory(scene: Scene) -> None:
     await place.whole()
 
 
-def _start_hog(group: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", _HOG], preexec_fn=lambda: _join(group))
+def _share_memory(group: Path, victim: int, hog: subprocess.Popen[bytes]) -> None:
+    Path(f"/proc/{victim}/oom_score_adj").write_text("1000")  # the first that the kernel ends
+    for member in (victim, hog.pid):
+        (group / "cgroup.procs").write_text(str(member))
+    assert hog.stdin is not None
+    hog.stdin.close()
 
 
-def _join(group: Path) -> None:
-    """Moves this process into a control group, as one that is not ended when its memory is used up."""
-    Path("/proc/self/oom_score_adj").write_text("-1000")
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+def _start_hog() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _HOG], stdin=subprocess.PIPE)
 
 
 @contextmanager
@@ -124,15 +126,19 @@ def _memory_group(mib: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    deadline = time.monotonic() + 10
+    """Removes a control group; a process that is still in it goes on in the one above."""
+    deadline = time.monotonic() + END_S
     while True:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                (group.parent / "cgroup.procs").write_text(pid)
         try:
             group.rmdir()
             return
-        except OSError:  # its last process is about to end
+        except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)
+            time.sleep(0.02)
 
 
 async def restarted_in_turn(scene: Scene) -> None:

@@ -125,9 +125,9 @@ async def _left(place: Place, before: Inventory) -> Left:
     suite = place.suite
     async with httpx.AsyncClient(timeout=10) as client:
         for name in suite.gateways:
-            metrics = (await client.get(f"http://{suite.address(name)}/metrics")).text
-            live = _LIVE.search(metrics)
-            found.streams += int(float(live[1])) if live else 0
+            live = _LIVE.search((await client.get(f"http://{suite.address(name)}/metrics")).text)
+            assert live is not None, f"{name} does not say how many streams it has"
+            found.streams += int(float(live[1]))
     for name in suite.routers:
         async with open_channel(suite.address(name)) as channel:
             loads = await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest(), timeout=10)

@@ -51,6 +51,11 @@ class Network:
         self._numbers = {name: number for number, name in enumerate(victims, 2)}
         self._slow: subprocess.Popen[bytes] | None = None
 
+    @property
+    def own_host(self) -> str:
+        """The address of this process and of all that are no victims."""
+        return f"{SUBNET}.1"
+
     def host(self, name: str) -> str:
         """The address of a victim."""
         return f"{SUBNET}.{self._numbers[name]}"
@@ -71,7 +76,7 @@ class Network:
         enter_private_network()
         try:
             run("ip", "link", "add", BRIDGE, "type", "bridge")
-            run("ip", "address", "add", f"{SUBNET}.1/24", "dev", BRIDGE)
+            run("ip", "address", "add", f"{self.own_host}/24", "dev", BRIDGE)
             run("ip", "link", "set", BRIDGE, "up")
             for name in self._numbers:
                 self._connect(name)

@@ -77,7 +77,7 @@ def as_page(run: Run) -> str:
     ]
     if numbers:
         parts += ["## Sentences", "\n".join(f"{number}. {text}" for text, number in numbers.items())]
-    if problems := _problems(ran):
+    if problems := [problem for row in ran for problem in problems_of(row)]:
         parts += ["## Red", "\n".join(f"- {problem}" for problem in problems)]
     if missing := [row for row in run.rows if row.not_run]:
         parts += [
@@ -153,16 +153,14 @@ def _marks(row: Row, loads: Sequence[str], numbers: Mapping[str, int]) -> tuple[
     return (row.part, row.fault, *(by_load.get(load, "-") for load in loads))
 
 
-def _problems(rows: Sequence[Row]) -> list[str]:
-    found = []
-    for row in rows:
-        place = f"{row.part}, {row.fault}"
-        found += [f"{place}: {row.problem}"] if row.problem else []
-        found += [f"{place}: left: {_left(row.left)}"] if not row.left.nothing and not row.sentence else []
-        for cell in row.cells:
-            if not cell.perfect and not cell.sentence:
-                found.append(f"{place}, {cell.load}: {problem_of(cell)}")
-    return found
+def problems_of(row: Row) -> list[str]:
+    """Returns what makes a row red."""
+    place = f"{row.part}, {row.fault}"
+    found = [f"{place}: {row.problem}"] if row.problem else []
+    if not row.not_run and not row.left.nothing and not row.sentence:
+        found.append(f"{place}: left: {_left(row.left)}")
+    cells = (cell for cell in row.cells if not cell.perfect and not cell.sentence)
+    return [*found, *(f"{place}, {cell.load}: {problem_of(cell)}" for cell in cells)]
 
 
 def problem_of(cell: Cell) -> str:

@@ -33,6 +33,7 @@ WHOLE_S = 90.0
 END_S = 30.0
 TAG = "{sluice:tiny}"
 WORKER = ("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "2")
+SCOPES = ("--anonymous-scopes", "infer,priority,pin-worker,template,operate")
 MOVING = {"sentinel": MovingSentinel, "cluster": MovingCluster}
 
 
@@ -59,16 +60,17 @@ class Place:
         self.logs.mkdir()
         names = victims(topology) if network is not None else []
         self._hosts = {name: network.host(name) for name in names} if network is not None else {}
+        self._host = LOOPBACK if network is None else network.own_host
         prefixes = {name: network.prefix(name) for name in names} if network is not None else {}
         self.redis_home = folder / "redis"
         self.redis_home.mkdir()
         self.moving: MovingRedis | None = None
         if topology.redis in MOVING:
             self.moving = MOVING[topology.redis](self.redis_home, TAG)
-        host, prefix = self._hosts.pop(REDIS, LOOPBACK), prefixes.pop(REDIS, ())
+        host, prefix = self._hosts.pop(REDIS, self._host), prefixes.pop(REDIS, ())
         self.redis = RedisServer(self.redis_home, durable=True, host=host, prefix=prefix)
         self._model = build_qwen2_vl(folder / "model")
-        self._pickers = {name: f"{self._hosts.get(name, LOOPBACK)}:{free_port()}" for name in ("router", "router-1")}
+        self._pickers = {name: f"{self._hosts.get(name, self._host)}:{free_port()}" for name in ("router", "router-1")}
         self._prefixes = prefixes
         self._broken = broken
         self.suite: LooseSuite
@@ -88,7 +90,7 @@ class Place:
             preprocess=2,
             routers=2,
             gateways=2,
-            gateway_flags=("--responses-redis-url", url, "--drain-s", "5", *self._broken.gateway_flags),
+            gateway_flags=("--responses-redis-url", url, "--drain-s", "5", *SCOPES, *self._broken.gateway_flags),
             worker_flags=(
                 "--engine-args",
                 f"timing=fixed,fixed_step_ms={STEP_MS}",
@@ -97,6 +99,7 @@ class Place:
             ),
             flags_of=self._flags(url),
             code_of=self._broken.code_of,
+            host=self._host,
             host_of=self._hosts,
             prefix_of=self._prefixes,
             logs=self.logs,
@@ -112,7 +115,7 @@ class Place:
             )
         decoding = [f"worker-{number}" for number in range(self.topology.workers)]
         for name in decoding:  # what a picker names; nothing listens there
-            flags[name] = ("--http-address", f"{LOOPBACK}:{free_port()}")
+            flags[name] = ("--http-address", f"{self._host}:{free_port()}")
         for name in ("preprocess", "preprocess-1"):
             flags[name] = ("--drain-s", "5")
         for name in ("postprocess-0", "postprocess-1"):
@@ -142,7 +145,11 @@ class Place:
         os.kill(self.pid(name), how)
 
     async def end(self, name: str, how: signal.Signals) -> None:
-        """Ends a process and waits until it has ended; killed if it does not within 30 s."""
+        """Ends a process and waits until it has ended.
+
+        Raises:
+            TimeoutError: it has not within 30 s, and is killed.
+        """
         if name == REDIS:
             await asyncio.to_thread(self.redis.end, how)
             return
@@ -150,13 +157,18 @@ class Place:
         await self.ended(name)
 
     async def ended(self, name: str, within_s: float = END_S) -> None:
-        """Waits until a process has ended by itself; killed if it does not in time."""
+        """Waits until a process has ended by itself.
+
+        Raises:
+            TimeoutError: it has not in time, and is killed.
+        """
         process = psutil.Process(self.pid(name))
-        gone = await asyncio.to_thread(psutil.wait_procs, [process], within_s)
-        if not gone[0]:
-            process.kill()
+        gone, _ = await asyncio.to_thread(psutil.wait_procs, [process], within_s)
         if name != REDIS:
             self.suite.end(name, signal.SIGKILL)
+        if not gone:
+            process.kill()
+            raise TimeoutError(f"{name} has not ended within {within_s:.0f} s")
 
     async def start_again(self, name: str, tree: Path | None = None) -> None:
         """Starts a process that has ended, of another source tree if there is one."""

@@ -34,7 +34,8 @@ class LooseSuite:
         flags_of: further flags of single processes, by name.
         code_of: Python code that single processes run, by name, given the service's module and flags.
         gateways: number of gateways; the first has no number in its name.
-        host_of: addresses on which single processes listen, by name; the others listen on 127.0.0.1.
+        host: address on which processes listen.
+        host_of: addresses on which single processes listen instead, by name.
         prefix_of: what runs single processes, by name, such as `ip netns exec NAME`; it has to become the process.
         logs: folder that gets a log of each process; None: they write where this process does.
     """
@@ -54,12 +55,13 @@ class LooseSuite:
         flags_of: Mapping[str, Sequence[str]] | None = None,
         code_of: Mapping[str, str] | None = None,
         gateways: int = 1,
+        host: str = LOOPBACK,
         host_of: Mapping[str, str] | None = None,
         prefix_of: Mapping[str, Sequence[str]] | None = None,
         logs: Path | None = None,
     ) -> None:
         self._code_of = code_of or {}
-        self._host_of = host_of or {}
+        self._host, self._host_of = host, host_of or {}
         self._prefix_of = prefix_of or {}
         self._logs = logs
         self._runner = [sys.executable, "-m", *([through] if through else [])]
@@ -109,7 +111,7 @@ class LooseSuite:
 
     def address(self, name: str) -> str:
         """host:port of one process."""
-        return f"{self._host_of.get(name, LOOPBACK)}:{self.ports[name]}"
+        return f"{self._host_of.get(name, self._host)}:{self.ports[name]}"
 
     def _addresses(self, names: Sequence[str]) -> str:
         return ",".join(map(self.address, names))
