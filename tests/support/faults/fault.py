@@ -54,7 +54,8 @@ class Fault:
         """Returns why the fault cannot happen to a part here; nothing: it can."""
         if OTHER_TREE in self.needs and other is None:
             return "needs another version of the source tree: --other TREE"
-        return part.missing or self.missing or host.lacks(*(need for need in self.needs if need != OTHER_TREE))
+        needs = dict.fromkeys((*part.needs, *self.needs))
+        return self.missing or host.lacks(*(need for need in needs if need != OTHER_TREE))
 
     def concerns(self, part: Part) -> bool:
         """Whether the fault can happen to a part at all."""

@@ -88,7 +88,7 @@ class Host:
         for need in needs:
             if need not in self._found:
                 self._found[need] = self._needs[need]()
-        return "; ".join(problem for need in needs if (problem := self._found[need]))
+        return "; ".join(dict.fromkeys(problem for need in needs if (problem := self._found[need])))
 
 
 def described() -> str:

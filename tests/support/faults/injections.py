@@ -12,9 +12,11 @@ from tests.support.faults.parts import PARTS
 
 NAMESPACE = "namespaces"
 SINGLE, MOVING = "redis", ("redis-sentinel", "redis-cluster")
-SERVICES = tuple(part for part in PARTS if part not in (SINGLE, *MOVING, "dns"))
 ALONE = tuple(part for part in PARTS if part not in MOVING)
 """Parts whose victim is one process that stays the same one."""
+SERVICES = tuple(part for part in ALONE if part not in (SINGLE, "dns"))
+CONNECTED = tuple(part for part in ALONE if part != "dns")
+"""Parts with connections: names are asked for without one."""
 
 FAULT_KINDS = (
     Fault("sigkill", "SIGKILL; started again after 2 s", processes.killed),
@@ -28,7 +30,7 @@ FAULT_KINDS = (
         needs=("cgroup",),
         parts=ALONE,
     ),
-    Fault("reset", "every connection reset", network.reset, needs=(NAMESPACE, "sockets"), parts=ALONE),
+    Fault("reset", "every connection reset", network.reset, needs=(NAMESPACE, "sockets"), parts=CONNECTED),
     Fault(
         "one-way-partition",
         "nothing reaches it for 20 s; what it sends arrives",

@@ -17,8 +17,8 @@ from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.faults.place import REDIS, Place
 
 MIB = 1 << 20
-MAX_FILES = 4
-"""Files that a process may have opened for good, such as connections to a peer that returned."""
+MAX_FILES = 16
+"""Files that a process may have opened for good: pools of connections to Redis, channels to a peer that returned."""
 _LIVE = re.compile(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _MOVES = re.compile(
     r'^sluice_gateway_(?:migrations_total\{[^}]*outcome="moved"|text_moves_total\{)[^}]*\} (\S+)$', re.MULTILINE

@@ -64,7 +64,7 @@ def _run_in_one_suite(
     topology: Topology, rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]
 ) -> list[Planned]:
     """Runs rows until the suite is not whole and empty after one; returns the others."""
-    needs = {need for row in rows for need in row.fault.needs}
+    needs = {need for row in rows for need in (*row.part.needs, *row.fault.needs)}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fault-matrix-")))
         if needs & {NAMESPACE, "mount"}:
@@ -80,7 +80,6 @@ def _run_in_one_suite(
 
 
 async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]) -> list[Planned]:
-    await place.open()
     references = References()
     try:
         for number, planned in enumerate(rows, 1):
@@ -92,7 +91,7 @@ async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Ca
             if row.problem or not row.left.nothing:
                 return list(rows[number:])
     finally:
-        await place.entrances.close()
+        await place.close_clients()
     return []
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 ROUTER_SERVERS = ("routers", "pickers")
 ASKS_AGAIN = ("unavailable",)
 POOL, PAIRS = "pool", "pairs"
-SENTINEL, CLUSTER = "sentinel", "cluster"
+SENTINEL, CLUSTER, NAMES = "sentinel", "cluster", "names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,14 @@ class Topology:
     Attributes:
         workers: that answer; with some that prefill, these only decode.
         redis: single, sentinel or cluster.
+        names: processes know each other by names, which a server of names resolves.
     """
 
     name: str
     workers: int = 3
     prefill: int = 0
     redis: str = "single"
+    names: bool = False
 
 
 TOPOLOGIES: Mapping[str, Topology] = {
@@ -33,6 +35,7 @@ TOPOLOGIES: Mapping[str, Topology] = {
         Topology(PAIRS, workers=2, prefill=2),
         Topology(SENTINEL, redis="sentinel"),
         Topology(CLUSTER, redis="cluster"),
+        Topology(NAMES, names=True),
     )
 }
 
@@ -46,7 +49,7 @@ class Part:
         tier: beginning of the names of its replicas.
         retries: servers whose clients go to the next one when theirs is gone: those that the fault ends; `unavailable`:
             clients ask again after a 503.
-        missing: why the part cannot be disturbed by this tool; empty: it can.
+        needs: of the machine, as in host.NEEDS.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Part:
     victim: str
     tier: str
     retries: tuple[str, ...] = ()
-    missing: str = ""
+    needs: tuple[str, ...] = ()
 
 
 PARTS: Mapping[str, Part] = {
@@ -71,7 +74,7 @@ PARTS: Mapping[str, Part] = {
         Part("redis", POOL, "redis", "redis", retries=ASKS_AGAIN),
         Part("redis-sentinel", SENTINEL, "redis", "redis", retries=ASKS_AGAIN),
         Part("redis-cluster", CLUSTER, "redis", "redis", retries=ASKS_AGAIN),
-        Part("dns", POOL, "", "dns", missing="no server of names is part of the suite that this tool starts"),
+        Part("dns", NAMES, "dns", "dns", needs=("namespaces", "mount")),
     )
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +21,16 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.faults.breaks import NOTHING, Break
 from tests.support.faults.entrances import Entrances
-from tests.support.faults.network import Network
+from tests.support.faults.name_server import NameServer
+from tests.support.faults.network import Network, run
 from tests.support.faults.parts import PARTS, Topology
 from tests.support.servers.loose_suite import LOOPBACK, LooseSuite
 from tests.support.servers.moving_redis import MovingCluster, MovingRedis, MovingSentinel
 from tests.support.servers.redis_server import RedisServer
 from tests.support.waiting import until
 
-REDIS = "redis"
+REDIS, DNS = "redis", "dns"
+DOMAIN = "suite"
 STEP_MS = 20
 WHOLE_S = 90.0
 END_S = 30.0
@@ -67,6 +70,13 @@ class Place:
         self.moving: MovingRedis | None = None
         if topology.redis in MOVING:
             self.moving = MOVING[topology.redis](self.redis_home, TAG)
+        self.names_server: NameServer | None = None
+        if topology.names:
+            assert network is not None
+            self.names_server = NameServer(self._hosts.pop(DNS), self._addresses(), prefixes.pop(DNS))
+            resolver = folder / "resolv.conf"
+            resolver.write_text(f"nameserver {network.host(DNS)}\noptions timeout:1 attempts:2\n")
+            run("mount", "--bind", str(resolver), str(Path("/etc/resolv.conf").resolve()))
         host, prefix = self._hosts.pop(REDIS, self._host), prefixes.pop(REDIS, ())
         self.redis = RedisServer(self.redis_home, durable=True, host=host, prefix=prefix)
         self._model = build_qwen2_vl(folder / "model")
@@ -74,10 +84,17 @@ class Place:
         self._prefixes = prefixes
         self._broken = broken
         self.suite: LooseSuite
-        self.entrances: Entrances
+        self.entrances: Entrances | None = None
+
+    def _addresses(self) -> Mapping[str, str]:
+        """The names that processes have for each other."""
+        named = (*("preprocess", "preprocess-1", "router", "router-1"), "postprocess-0", "postprocess-1")
+        return {f"{name}.{DOMAIN}": self._hosts.get(name, self._host) for name in named}
 
     def start(self) -> None:
         """Starts everything; returns when the suite is whole."""
+        if self.names_server is not None:
+            self.names_server.start()
         if self.moving is not None:
             self.moving.start()
         else:
@@ -101,6 +118,7 @@ class Place:
             code_of=self._broken.code_of,
             host=self._host,
             host_of=self._hosts,
+            known_as={name.removesuffix(f".{DOMAIN}"): name for name in self._addresses()} if self.names_server else {},
             prefix_of=self._prefixes,
             logs=self.logs,
         )
@@ -122,23 +140,39 @@ class Place:
             flags[name] = ("--drain-s", "5", "--reasoning-parsers", "tiny=think")
         return flags
 
-    async def open(self) -> None:
-        """Opens the clients."""
+    async def open(self) -> Entrances:
+        """Opens clients, in place of those that were open."""
+        await self.close_clients()
         suite = self.suite
         self.entrances = Entrances(
             [f"http://{suite.address(name)}" for name in suite.gateways],
             list(map(suite.address, suite.routers)),
             list(self._pickers.values()),
         )
+        return self.entrances
+
+    async def close_clients(self) -> None:
+        """Closes the connections of all clients."""
+        if self.entrances is not None:
+            await self.entrances.close()
+            self.entrances = None
 
     @property
     def names(self) -> list[str]:
         """Names of all processes."""
-        return [*([] if self.moving is not None else [REDIS]), *self.suite.names]
+        others = [*([] if self.moving is not None else [REDIS]), *([DNS] if self.names_server is not None else [])]
+        return [*others, *self.suite.names]
 
     def pid(self, name: str) -> int:
         """Returns the process id of one of them."""
+        if name == DNS:
+            assert self.names_server is not None
+            return self.names_server.pid
         return self.redis.pid if name == REDIS else self.suite.pid(name)
+
+    def _own(self, name: str) -> RedisServer | NameServer | None:
+        """Returns a process that is not the suite's."""
+        return self.redis if name == REDIS else self.names_server if name == DNS else None
 
     def send_signal(self, name: str, how: signal.Signals) -> None:
         """Sends a signal that does not end a process."""
@@ -150,8 +184,8 @@ class Place:
         Raises:
             TimeoutError: it has not within 30 s, and is killed.
         """
-        if name == REDIS:
-            await asyncio.to_thread(self.redis.end, how)
+        if (own := self._own(name)) is not None:
+            await asyncio.to_thread(own.end, how)
             return
         self.suite.end(name, how)
         await self.ended(name)
@@ -164,7 +198,7 @@ class Place:
         """
         process = psutil.Process(self.pid(name))
         gone, _ = await asyncio.to_thread(psutil.wait_procs, [process], within_s)
-        if name != REDIS:
+        if self._own(name) is None:
             self.suite.end(name, signal.SIGKILL)
         if not gone:
             process.kill()
@@ -172,8 +206,8 @@ class Place:
 
     async def start_again(self, name: str, tree: Path | None = None) -> None:
         """Starts a process that has ended, of another source tree if there is one."""
-        if name == REDIS:
-            await asyncio.to_thread(self.redis.start)
+        if (own := self._own(name)) is not None:
+            await asyncio.to_thread(own.start)
         else:
             environment = {} if tree is None else {"PYTHONPATH": str(tree)}
             await asyncio.to_thread(self.suite.start, name, environment)
@@ -228,5 +262,8 @@ class Place:
         if hasattr(self, "suite"):
             self.suite.close()
         self.redis.stop()
+        if self.names_server is not None:
+            self.names_server.end()
+            subprocess.run(["umount", str(Path("/etc/resolv.conf").resolve())], check=False)
         if self.moving is not None:
             self.moving.stop()

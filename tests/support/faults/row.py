@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests.support.faults.entrances import Entrances
 from tests.support.faults.fault import Fault, Scene
 from tests.support.faults.leftovers import Inventory, Left, inventory, left, moves_of
 from tests.support.faults.load import DEADLINE_S, Load
@@ -62,11 +63,13 @@ async def run_row(scene: Scene, fault: Fault, kinds: Sequence[type[Load]], known
     place = scene.place
     row = Row(scene.part.name, fault.name)
     await place.whole()
-    references = await known.of(place, kinds)
+    references = await known.of(await place.open(), kinds)
+    await place.close_clients()
     before = await _settled(place)
     moves = await moves_of(place)
-    place.entrances.retries = scene.part.retries
-    loads = [kind(place.entrances) for kind in kinds]
+    entrances = await place.open()
+    entrances.retries = scene.part.retries
+    loads = [kind(entrances) for kind in kinds]
     running = [asyncio.create_task(load.run()) for load in loads]
     try:
         await asyncio.sleep(BEFORE_S)
@@ -83,7 +86,7 @@ async def run_row(scene: Scene, fault: Fault, kinds: Sequence[type[Load]], known
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        place.entrances.retries = ()
+        await place.close_clients()
     for load in loads:
         cell = Cell(scene.part.name, fault.name, load.name)
         row.cells.append(judged(cell, load.observations, references[load.name], injected))
@@ -124,9 +127,9 @@ class References:
     def __init__(self) -> None:
         self._known: dict[str, Reference] = {}
 
-    async def of(self, place: Place, kinds: Sequence[type[Load]]) -> Mapping[str, Reference]:
+    async def of(self, entrances: Entrances, kinds: Sequence[type[Load]]) -> Mapping[str, Reference]:
         """Returns those of some loads; all that are missing are asked for at once, as in a run."""
-        missing = [kind(place.entrances) for kind in kinds if kind.name not in self._known]
+        missing = [kind(entrances) for kind in kinds if kind.name not in self._known]
         found = await asyncio.gather(*(load.reference() for load in missing))
         self._known |= {load.name: reference for load, reference in zip(missing, found, strict=True)}
         return self._known

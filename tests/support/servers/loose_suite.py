@@ -36,6 +36,7 @@ class LooseSuite:
         gateways: number of gateways; the first has no number in its name.
         host: address on which processes listen.
         host_of: addresses on which single processes listen instead, by name.
+        known_as: names of hosts by which processes know single others, by name of the process.
         prefix_of: what runs single processes, by name, such as `ip netns exec NAME`; it has to become the process.
         logs: folder that gets a log of each process; None: they write where this process does.
     """
@@ -57,11 +58,13 @@ class LooseSuite:
         gateways: int = 1,
         host: str = LOOPBACK,
         host_of: Mapping[str, str] | None = None,
+        known_as: Mapping[str, str] | None = None,
         prefix_of: Mapping[str, Sequence[str]] | None = None,
         logs: Path | None = None,
     ) -> None:
         self._code_of = code_of or {}
         self._host, self._host_of = host, host_of or {}
+        self._known_as = known_as or {}
         self._prefix_of = prefix_of or {}
         self._logs = logs
         self._runner = [sys.executable, "-m", *([through] if through else [])]
@@ -114,7 +117,8 @@ class LooseSuite:
         return f"{self._host_of.get(name, self._host)}:{self.ports[name]}"
 
     def _addresses(self, names: Sequence[str]) -> str:
-        return ",".join(map(self.address, names))
+        hosts = {name: self._known_as.get(name, self._host_of.get(name, self._host)) for name in names}
+        return ",".join(f"{host}:{self.ports[name]}" for name, host in hosts.items())
 
     def _add(self, name: str, module: str, *flags: str) -> None:
         self.ports[name] = free_port()

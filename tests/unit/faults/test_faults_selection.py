@@ -67,8 +67,7 @@ def test_rows_that_need_what_is_missing_are_not_run() -> None:
     assert [bool(row.not_run) for row in rows] == [False, True, True]
     said = missing(rows)
     assert said == [
-        "Not run, needs root: router/partition.",
-        "Not run, needs root; needs root: router/loss-5.",
+        "Not run, needs root: router/partition, router/loss-5.",
         "2 cells run.",
     ]
     skipped = rows[1].skipped
