@@ -41,12 +41,11 @@ class Options:
     other: Path | None = None
 
 
-def run_rows(rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]) -> list[Row]:
+def run_rows(rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]) -> None:
     """Runs rows; `tell` hears of each as soon as it has ended."""
-    found: list[Row] = []
 
     def ended(row: Row) -> None:
-        found.append(row)
+        row.broken = options.broken.name
         tell(row)
 
     for row in rows:
@@ -57,7 +56,6 @@ def run_rows(rows: Sequence[Planned], options: Options, tell: Callable[[Row], No
         waiting = list(group)
         while waiting:
             waiting = _run_in_one_suite(TOPOLOGIES[name], waiting, options, ended)
-    return found
 
 
 def _run_in_one_suite(
@@ -72,11 +70,16 @@ def _run_in_one_suite(
         network = stack.enter_context(Network(victims(topology))) if NAMESPACE in needs else None
         place = Place(topology, folder, network, options.broken)
         stack.callback(_keep_logs, place.logs, options.logs)
+        stack.callback(place.close)
         if "mount" in needs:
             run("mount", "-t", "tmpfs", "-o", f"size={REDIS_DISK_MIB}m", "tmpfs", str(place.redis_home))
             stack.callback(subprocess.run, ["umount", "--lazy", str(place.redis_home)], check=False)
-        with place:
+        try:
+            place.start()
             return asyncio.run(_run(place, rows, options, tell))
+        except AssertionError as error:
+            tell(Row(rows[0].part.name, rows[0].fault.name, problem=f"the suite did not start: {error}"))
+            return list(rows[1:])
 
 
 async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]) -> list[Planned]:
@@ -84,7 +87,10 @@ async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Ca
     try:
         for number, planned in enumerate(rows, 1):
             scene = Scene(place, planned.part, options.other)
-            row = await run_row(scene, planned.fault, planned.loads, references, options.seconds)
+            try:
+                row = await run_row(scene, planned.fault, planned.loads, references, options.seconds)
+            except Exception as error:  # the others may still run
+                row = Row(planned.part.name, planned.fault.name, problem=f"{type(error).__name__}: {error}")
             for cell in row.cells:
                 cell.sentence = excuse(cell)
             tell(row)

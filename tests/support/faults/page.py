@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.faults.breaks import Break
 from tests.support.faults.injections import FAULTS
 from tests.support.faults.leftovers import Left
 from tests.support.faults.loads import LOADS
@@ -47,7 +48,7 @@ class Run:
     commit: str
     machine: str
     rows: Sequence[Row]
-    broken: str = ""
+    broken: Sequence[Break] = ()
 
 
 def as_json(run: Run) -> str:
@@ -66,15 +67,20 @@ def as_page(run: Run) -> str:
     numbers = _numbered(run.rows)
     ran = [row for row in run.rows if not row.not_run]
     parts = [
-        "# Fault matrix" + (f", with {run.broken}" if run.broken else ""),
+        "# Fault matrix of suites that are deliberately wrong" if run.broken else "# Fault matrix",
         INTRODUCTION,
         f"Machine: {run.machine}. Commit: {run.commit}. Command: `{run.command}`.",
         "## Rows",
-        _table(HEAD, [row_of(row, numbers) for row in ran]),
+        _table((*_suite(run, "suite"), *HEAD), [(*_suite(run, row.broken), *row_of(row, numbers)) for row in ran]),
         "## Cells",
-        _table(("part", "fault", *_loads(ran)), [_marks(row, _loads(ran), numbers) for row in ran]),
+        _table(
+            (*_suite(run, "suite"), "part", "fault", *_loads(ran)),
+            [(*_suite(run, row.broken), *_marks(row, _loads(ran), numbers)) for row in ran],
+        ),
         "`ok`: nothing but a pause. A number: the sentence below. `-`: the topology has no such requests.",
     ]
+    if run.broken:
+        parts += ["## Suites", "\n".join(f"- `{wrong.name}`: {wrong.about}." for wrong in run.broken)]
     if numbers:
         parts += ["## Sentences", "\n".join(f"{number}. {text}" for text, number in numbers.items())]
     if problems := [problem for row in ran for problem in problems_of(row)]:
@@ -88,6 +94,11 @@ def as_page(run: Run) -> str:
     parts += ["## Faults", "\n".join(f"- `{name}`: {FAULTS[name].about}." for name in used)]
     parts += ["## Loads", "\n".join(f"- `{name}`: {LOADS[name].about}." for name in _loads(ran))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _suite(run: Run, name: str) -> tuple[str, ...]:
+    """Returns the first column, which only a page of wrong suites has."""
+    return (name,) if run.broken else ()
 
 
 def row_of(row: Row, numbers: Mapping[str, int]) -> tuple[str, ...]:
@@ -113,16 +124,17 @@ def verdict(row: Row, numbers: Mapping[str, int]) -> str:
         return "not run"
     if row.red:
         return "**red**"
-    found = sorted({numbers[text] for text in _texts(row)})
+    found = sorted({numbers[text] for text in texts_of(row)})
     return ", ".join(map(str, found)) or "ok"
 
 
-def _texts(row: Row) -> list[str]:
+def texts_of(row: Row) -> list[str]:
+    """Returns the sentences of a row."""
     return [text for text in (*(cell.sentence for cell in row.cells), row.sentence) if text]
 
 
 def _numbered(rows: Sequence[Row]) -> dict[str, int]:
-    texts = dict.fromkeys(text for row in rows for text in _texts(row))
+    texts = dict.fromkeys(text for row in rows for text in texts_of(row))
     return {text: number for number, text in enumerate(texts, 1)}
 
 
@@ -155,7 +167,7 @@ def _marks(row: Row, loads: Sequence[str], numbers: Mapping[str, int]) -> tuple[
 
 def problems_of(row: Row) -> list[str]:
     """Returns what makes a row red."""
-    place = f"{row.part}, {row.fault}"
+    place = ", ".join(filter(None, (row.broken, row.part, row.fault)))
     found = [f"{place}: {row.problem}"] if row.problem else []
     if not row.not_run and not row.left.nothing and not row.sentence:
         found.append(f"{place}: left: {_left(row.left)}")

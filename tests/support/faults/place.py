@@ -9,8 +9,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import httpx
 import psutil
@@ -83,6 +81,7 @@ class Place:
         self._pickers = {name: f"{self._hosts.get(name, self._host)}:{free_port()}" for name in ("router", "router-1")}
         self._prefixes = prefixes
         self._broken = broken
+        self._started = False
         self.suite: LooseSuite
         self.entrances: Entrances | None = None
 
@@ -122,6 +121,7 @@ class Place:
             prefix_of=self._prefixes,
             logs=self.logs,
         )
+        self._started = True
         self.suite.__enter__()
 
     def _flags(self, url: str) -> Mapping[str, Sequence[str]]:
@@ -244,22 +244,9 @@ class Place:
                 return {worker.worker_id for worker in listed.workers} >= set(self.suite.workers)
         return False
 
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends everything."""
-        if hasattr(self, "suite"):
+        if self._started:
             self.suite.close()
         self.redis.stop()
         if self.names_server is not None:

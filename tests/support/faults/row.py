@@ -32,6 +32,8 @@ class Row:
         healed_s: from the fault until it is undone and the suite whole.
         moved: generations and texts that went on at another replica.
         sentence: why the row is not perfect by nature.
+        not_run: why the row could not run; empty: it ran.
+        broken: name of the suite, if it was deliberately wrong.
     """
 
     part: str
@@ -43,6 +45,7 @@ class Row:
     problem: str = ""
     sentence: str = ""
     not_run: str = ""
+    broken: str = ""
 
     @property
     def red(self) -> bool:

@@ -68,13 +68,15 @@ def planned(
     return sorted(found, key=lambda row: order.index(row.part.topology))
 
 
-def broken(name: str) -> Break:
-    """Returns what is deliberately wrong.
+def broken(names: Sequence[str]) -> list[Break]:
+    """Returns the suites to run: those that are deliberately wrong, all of them for `all`, or the right one.
 
     Raises:
-        UnknownNameError: there is no such thing.
+        UnknownNameError: there is no such suite.
     """
-    return BREAKS[known("break", [name], BREAKS)[0]] if name else NOTHING
+    if not names:
+        return [NOTHING]
+    return [BREAKS[name] for name in known("break", [name for name in names if name != "all"], BREAKS)]
 
 
 def missing(rows: Collection[Planned]) -> list[str]:

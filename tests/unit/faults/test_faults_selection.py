@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults.breaks import BREAKS
 from tests.support.faults.host import NEEDS, Host
 from tests.support.faults.injections import FAULTS
 from tests.support.faults.loads import LOADS
@@ -87,7 +88,14 @@ def test_upgrade_without_another_tree_is_not_run(tmp_path: Path) -> None:
 
 
 def test_break_that_there_is_not_is_an_error() -> None:
-    assert broken("").name == ""
-    assert broken("migration-off").gateway_flags
+    assert [found.name for found in broken(())] == [""]
+    assert [found.name for found in broken(["migration-off"])] == ["migration-off"]
+    assert [found.name for found in broken(["all"])] == list(BREAKS)
     with pytest.raises(UnknownNameError, match="leases-off"):
-        broken("everything")
+        broken(["everything"])
+
+
+def test_every_break_turns_a_row_red_that_there_is() -> None:
+    for found in BREAKS.values():
+        part, fault = found.red
+        assert planned([part], [fault], [], ABLE)
