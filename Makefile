@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE=
 PYTEST = PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count churn soak bench bench-peers clean
+.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose count churn soak fault-matrix bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,10 @@ bench: setup ## measure throughput, latency and CPU of each service; ARGS passes
 
 bench-peers: setup ## measure Sluice and its peers in turns (root: Dynamo gets a network namespace); ARGS="--peers dynamo,smg" chooses
 	@.venv/bin/python benchmarks/peers.py $(ARGS)
+
+fault-matrix: setup ## let every fault happen to every part under every load; hours; writes docs/fault-matrix.md; ARGS="--part router --fault sigkill --load chat" runs one cell
+	@scripts/redis.sh
+	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" .venv/bin/python benchmarks/fault_matrix.py $(if $(ARGS),$(ARGS),--write)
 
 clean: ## remove what the other targets made
 	rm -rf .venv .venv-engines build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

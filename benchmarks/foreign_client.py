@@ -47,7 +47,6 @@ async def stream(client: httpx.AsyncClient, url: str, model: str, number: int, s
         "messages": [{"role": "user", "content": f"Tell me of number {number}."}],
         "max_tokens": TOKENS,
         "ignore_eos": True,
-        "nvext": {"ignore_eos": True},
         "stream": True,
         "stream_options": {"include_usage": True},
     }

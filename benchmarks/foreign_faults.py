@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 PORTS = (8110, 8111)
 WORKERS = 3
 MIGRATIONS = "3"
+"""Of a request, as Sluice's default."""
 AT_S, AWAY_S, STOPPED_S = 3.0, 3.0, 5.0
 FAULTS = {"killed": signal.SIGKILL, "stopped for 5 s": signal.SIGSTOP}
 PARTS = ("worker", "frontend")
@@ -87,7 +88,11 @@ def dynamo_system(python: Path, model: Path) -> Iterator[System]:
                 command = [*prefix, str(python), "-m", *commands[name], *planes]
                 processes[name] = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
-        stack.callback(lambda: [stop(process) for process in processes.values()])
+        def stop_all() -> None:
+            for process in processes.values():
+                stop(process)
+
+        stack.callback(stop_all)
         for name in commands:
             start(name)
         for port in PORTS:
@@ -111,7 +116,6 @@ def sluice_system(model: Path) -> Iterator[System]:
                 preprocess=2,
                 routers=2,
                 worker_flags=(),
-                gateway_flags=("--migration-limit", MIGRATIONS),
                 flags_of=dict.fromkeys(("router", "router-1"), ("--redis-url", redis.url)),
             ) as suite:
                 urls = [f"http://{suite.address(name)}" for name in suite.gateways]

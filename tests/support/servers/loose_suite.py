@@ -18,6 +18,7 @@ import httpx
 from services.common.net.ports import free_port
 
 READY_S = 240
+LOOPBACK = "127.0.0.1"
 
 
 class LooseSuite:
@@ -32,6 +33,12 @@ class LooseSuite:
         preprocess, routers: number of replicas; the first has no number in its name.
         flags_of: further flags of single processes, by name.
         code_of: Python code that single processes run, by name, given the service's module and flags.
+        gateways: number of gateways; the first has no number in its name.
+        host: address on which processes listen.
+        host_of: addresses on which single processes listen instead, by name.
+        known_as: names of hosts by which processes know single others, by name of the process.
+        prefix_of: what runs single processes, by name, such as `ip netns exec NAME`; it has to become the process.
+        logs: folder that gets a log of each process; None: they write where this process does.
     """
 
     def __init__(
@@ -48,8 +55,18 @@ class LooseSuite:
         routers: int = 1,
         flags_of: Mapping[str, Sequence[str]] | None = None,
         code_of: Mapping[str, str] | None = None,
+        gateways: int = 1,
+        host: str = LOOPBACK,
+        host_of: Mapping[str, str] | None = None,
+        known_as: Mapping[str, str] | None = None,
+        prefix_of: Mapping[str, Sequence[str]] | None = None,
+        logs: Path | None = None,
     ) -> None:
         self._code_of = code_of or {}
+        self._host, self._host_of = host, host_of or {}
+        self._known_as = known_as or {}
+        self._prefix_of = prefix_of or {}
+        self._logs = logs
         self._runner = [sys.executable, "-m", *([through] if through else [])]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told_to_end: set[str] = set()
@@ -72,41 +89,60 @@ class LooseSuite:
             role = ("--role", "prefill" if name in self.prefill else "decode") if prefill else ()
             attached = ("--routers", self._addresses(self.routers))
             self._add(name, "services.worker", "--worker-id", name, *role, *served, *attached, *worker_flags)
-        self._add(
-            "gateway",
-            gateway,
-            *("--preprocess", self._addresses(preprocesses)),
-            *("--router", self._addresses(self.routers)),
-            *("--postprocess", self._addresses(replicas)),
-            *gateway_flags,
-        )
+        self.gateways = _numbered("gateway", gateways)
+        for name in self.gateways:
+            self._add(
+                name,
+                gateway,
+                *("--preprocess", self._addresses(preprocesses)),
+                *("--router", self._addresses(self.routers)),
+                *("--postprocess", self._addresses(replicas)),
+                *gateway_flags,
+            )
         for name, flags in (flags_of or {}).items():
             self._commands[name] += flags
 
     @property
     def url(self) -> str:
-        """Of the gateway."""
+        """Of the first gateway."""
         return f"http://{self.address('gateway')}"
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes, in the order in which they start."""
+        return list(self._commands)
 
     def address(self, name: str) -> str:
         """host:port of one process."""
-        return f"127.0.0.1:{self.ports[name]}"
+        return f"{self._host_of.get(name, self._host)}:{self.ports[name]}"
 
     def _addresses(self, names: Sequence[str]) -> str:
-        return ",".join(map(self.address, names))
+        hosts = {name: self._known_as.get(name, self._host_of.get(name, self._host)) for name in names}
+        return ",".join(f"{host}:{self.ports[name]}" for name, host in hosts.items())
 
     def _add(self, name: str, module: str, *flags: str) -> None:
         self.ports[name] = free_port()
         listen = ("--listen", self.address(name))
         runner = [sys.executable, "-c", self._code_of[name]] if name in self._code_of else self._runner
-        self._commands[name] = [*runner, module, *listen, *flags]
+        self._commands[name] = [*self._prefix_of.get(name, ()), *runner, module, *listen, *flags]
 
-    def start(self, name: str) -> None:
-        """Starts one process, on the port it had; an earlier one that is about to end may do so first."""
+    def start(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts one process, on the port it had; an earlier one that is about to end may do so first.
+
+        Args:
+            environment: variables besides those of this process.
+        """
         if (earlier := self._processes.get(name)) is not None:
             earlier.wait(30)
         self._told_to_end.discard(name)
-        self._processes[name] = subprocess.Popen(self._commands[name], env=dict(os.environ))
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context((self._logs / f"{name}.log").open("ab")) if self._logs is not None else None
+            self._processes[name] = subprocess.Popen(
+                self._commands[name],
+                env={**os.environ, **(environment or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+            )
 
     def end(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Signals one process and does not wait."""
@@ -122,13 +158,17 @@ class LooseSuite:
         return self._processes[name].wait(READY_S)
 
     def wait_ready(self, workers: int) -> None:
-        """Waits until the gateway has everything and is connected to so many workers."""
+        """Waits until every gateway has everything and is connected to so many workers."""
+        for name in self.gateways:
+            self._wait_ready(name, workers)
+
+    def _wait_ready(self, gateway: str, workers: int) -> None:
         deadline = time.monotonic() + READY_S
         state: dict[str, Any] = {}
         while time.monotonic() < deadline:
             self._all_live()
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{self.url}/ready?workers=0", timeout=5)
+                answer = httpx.get(f"http://{self.address(gateway)}/ready?workers=0", timeout=5)
                 state = answer.json()
                 if answer.status_code == 200 and state["workers"] >= workers and self._replicas_are_there(state):
                     return

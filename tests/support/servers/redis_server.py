@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.net.ports import free_port
 from tests.support.repository import ROOT
 
+LOOPBACK = "127.0.0.1"
+OPEN = ("--protected-mode", "no")
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
 DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
 BUNDLED = ROOT / ".venv" / "opt" / "redis" / "bin" / "redis-server"
@@ -32,9 +35,15 @@ class RedisServer:
         folder: where it runs.
         options: more of its command line; the first may name a configuration file.
         durable: whether every write is on disk before it is answered.
+        host: address on which it listens.
+        prefix: what it is run by, such as `ip netns exec NAME`; it has to become the server.
     """
 
-    def __init__(self, folder: Path, *options: str, durable: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *options: str, durable: bool = False, host: str = LOOPBACK, prefix: Sequence[str] = ()
+    ) -> None:
+        self.host = host
+        self._prefix = prefix
         self._folder = folder
         self._persistence = DURABLE if durable else NO_PERSISTENCE
         self._options = options
@@ -45,12 +54,17 @@ class RedisServer:
     @property
     def url(self) -> str:
         """For settings."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.host}:{self.port}/0"
 
     def start(self) -> None:
         """Starts and waits until it answers."""
         self._process = subprocess.Popen(
-            [redis_binary(), *self._options, "--port", str(self.port), "--bind", "127.0.0.1", *self._persistence],
+            [
+                *(*self._prefix, redis_binary(), *self._options),
+                *("--port", str(self.port), "--bind", self.host),
+                *(() if self.host == LOOPBACK else OPEN),
+                *self._persistence,
+            ],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -68,6 +82,12 @@ class RedisServer:
             self._process.wait(10)
             self._process = None
             self._frozen = False
+
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Signals it and waits for its end."""
+        assert self._process is not None
+        self._process.send_signal(how)
+        self._process.wait(30)
 
     @property
     def running(self) -> bool:
@@ -99,7 +119,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            with socket.create_connection((self.host, self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(7) in (b"+PONG\r\n", b"-NOAUTH")
         except OSError:

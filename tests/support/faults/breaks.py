@@ -1,0 +1,123 @@
+"""Suites that are deliberately wrong: a matrix that stays green with one of them proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+GATEWAYS, ROUTERS, TEXTS = ("gateway", "gateway-1"), ("router", "router-1"), ("postprocess-0", "postprocess-1")
+WORKERS = ("worker-0", "worker-1", "worker-2")
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """What is wrong.
+
+    Attributes:
+        red: the part and the fault whose row it turns red.
+        gateway_flags, router_flags, worker_flags: of every gateway, router or worker.
+        code_of: code that single processes run instead, by name, as LooseSuite has it.
+    """
+
+    name: str
+    about: str
+    red: tuple[str, str] = ("", "")
+    gateway_flags: tuple[str, ...] = ()
+    router_flags: tuple[str, ...] = ()
+    worker_flags: tuple[str, ...] = ()
+    code_of: Mapping[str, str] = field(default_factory=dict)
+
+
+def _bug(name: str, about: str, red: tuple[str, str], processes: tuple[str, ...], *lines: str) -> Break:
+    """Returns a bug that some processes have: lines of Python that run before the service does."""
+    code = "\n".join(lines) + "\n" + _RUN
+    return Break(name, about, red, code_of=dict.fromkeys(processes, code))
+
+
+NOTHING = Break("", "as it is")
+
+BREAK_KINDS = (
+    Break(
+        "migration-off",
+        "gateways that do not move generations to another worker",
+        ("worker", "sigkill"),
+        gateway_flags=("--no-migration",),
+    ),
+    Break(
+        "leases-off",
+        "routers that keep the reservations of owners that are gone for an hour",
+        ("gateway", "sigkill"),
+        router_flags=("--owner-lease-ms", "3600000"),
+    ),
+    _bug(
+        "worker-restarts",
+        "workers that begin anew when they take over a generation",
+        ("worker", "sigkill"),
+        WORKERS,
+        "import dataclasses, services.worker.engines.mock.text as text",
+        "answer = text.TextGenerator.answer",
+        "def wrong(self, request, limit): return answer(self, dataclasses.replace(request, resumed_tokens=0), limit)",
+        "text.TextGenerator.answer = wrong",
+    ),
+    _bug(
+        "preprocess-unretried",
+        "gateways that do not repeat calls at another replica",
+        ("preprocess", "sigkill"),
+        GATEWAYS,
+        "import services.common.rpc.replicas as replicas",
+        "replicas._refused = lambda cause: False",
+        "replicas.RetryBudget.spend = lambda self: False",
+    ),
+    _bug(
+        "router-keeps",
+        "routers that forget to free every fifth reservation",
+        ("router", "sigkill"),
+        ROUTERS,
+        "import itertools, services.router.scheduling.lifecycle as lifecycle",
+        "free, turns = lifecycle.RequestLifecycle.free, itertools.count(1)",
+        "async def wrong(self, reservations, outcomes=()):",
+        "    return await free(self, [each for each in reservations if next(turns) % 5], ())",
+        "lifecycle.RequestLifecycle.free = wrong",
+    ),
+    _bug(
+        "postprocess-repeats",
+        "postprocess replicas that send a stream they take over from its beginning",
+        ("postprocess", "sigkill"),
+        TEXTS,
+        "import services.postprocess.streams.resume as resume",
+        "def wrong(self, text):",
+        "    self._text = 0",
+        "    return text",
+        "resume.Remainder.text = wrong",
+    ),
+    _bug(
+        "gateway-hangs",
+        "gateways that never go on with a generation whose worker is lost",
+        ("worker", "sigkill"),
+        GATEWAYS,
+        "import asyncio, services.gateway.streams.migration as migration",
+        "async def wrong(self, stream, lost, cause): await asyncio.sleep(3600)",
+        "migration.Migrator._move = wrong",
+    ),
+    _bug(
+        "picker-keeps",
+        "endpoint pickers that do not free a request whose stream is cut",
+        ("picker", "sigkill"),
+        ROUTERS,
+        "import itertools, services.router.picker.releases as releases",
+        "free, turns = releases.Releases.free, itertools.count(1)",
+        "def wrong(self, *given): return free(self, *given) if next(turns) % 5 else None",
+        "releases.Releases.free = wrong",
+    ),
+    _bug(
+        "redis-unsynchronized",
+        "routers that do not tell Redis, when it has returned, which requests ended meanwhile",
+        ("redis", "sigkill"),
+        ROUTERS,
+        "import services.router.state.sync.reservation_manager as manager",
+        "async def wrong(self): pass",
+        "manager.ReservationManager.replay = manager.ReservationManager.replay_local = wrong",
+    ),
+)
+BREAKS: Mapping[str, Break] = {found.name: found for found in BREAK_KINDS}

@@ -1,0 +1,129 @@
+"""The addresses that loads use, and clients that go to another one when a server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import httpx
+from websockets.exceptions import ConnectionClosed
+
+from services.common.rpc.channels import open_channel
+
+T = TypeVar("T")
+
+SILENCE_S, CONNECT_S = 20.0, 5.0
+"""How long a client waits for the next byte, or for a connection."""
+UNAVAILABLE, AGAIN_S = 503, 0.5
+CUT = (httpx.TransportError, ConnectionClosed, ConnectionError)
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class RequestFailedError(Exception):
+    """An answer that says that a request failed."""
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether an error says that the server is gone, not what it thinks of the request."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code() in GONE
+    return isinstance(error, CUT)
+
+
+@dataclass
+class Attempts:
+    """The servers that one request is sent to.
+
+    Attributes:
+        turn: which server is the first.
+        retried: attempts that were cut, and repeated at the next one.
+    """
+
+    turn: int = 0
+    retried: int = 0
+
+
+class Entrances:
+    """Clients of a suite.
+
+    Args:
+        gateways: URLs.
+        routers, pickers: host:port of their gRPC servers.
+    """
+
+    def __init__(self, gateways: Sequence[str], routers: Sequence[str], pickers: Sequence[str]) -> None:
+        self.retries: tuple[str, ...] = ()
+        """Which of gateways, routers and pickers have clients that try the next one when theirs is gone.
+
+        With `unavailable`, clients ask again after a 503.
+        """
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+        self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in gateways]
+        self.routers = [open_channel(address) for address in routers]
+        self.pickers = [open_channel(address) for address in pickers]
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await asyncio.gather(*(client.aclose() for client in self.clients))
+        await asyncio.gather(*(channel.close() for channel in (*self.routers, *self.pickers)))
+
+    async def at_one(self, kind: str, call: Callable[[Any], Awaitable[T]], attempts: Attempts) -> T:
+        """Returns what a call says that is made at a server, and again at the next one if it is gone.
+
+        Args:
+            kind: gateways, routers or pickers.
+        """
+        every: dict[str, Sequence[Any]] = {
+            "gateways": self.clients,
+            "routers": self.routers,
+            "pickers": self.pickers,
+        }
+        servers = every[kind]
+        tries = len(servers) if kind in self.retries else 1
+        for number in range(tries):
+            try:
+                return await call(servers[(attempts.turn + number) % len(servers)])
+            except Exception as error:
+                if number + 1 == tries or not is_cut(error):
+                    raise
+                attempts.retried += 1
+        raise AssertionError("the last try has returned or raised")
+
+    async def http(self, attempts: Attempts, method: str, path: str, **more: Any) -> httpx.Response:
+        """Returns the answer of a gateway; asks again after a 503, as official clients do, where that is expected.
+
+        Raises:
+            RequestFailedError: its status is an error.
+        """
+
+        async def call(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.request(method, path, **more)
+
+        response = await self.at_one("gateways", call, attempts)
+        while response.status_code == UNAVAILABLE and "unavailable" in self.retries:
+            attempts.retried += 1
+            await asyncio.sleep(AGAIN_S)
+            response = await self.at_one("gateways", call, attempts)
+        if response.status_code >= 400:
+            raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+        return response
+
+
+@asynccontextmanager
+async def events(client: httpx.AsyncClient, path: str, body: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """The data lines of a stream of server-sent events."""
+    async with client.stream("POST", path, json=body) as response:
+        if response.status_code >= 400:
+            raise RequestFailedError(f"{path}: {response.status_code} {(await response.aread())[:300]!r}")
+        yield _data(response)
+
+
+async def _data(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")

@@ -1,0 +1,56 @@
+"""A sentence excuses the errors that it is about, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.faults.injections import FAULTS
+from tests.support.faults.loads import LOADS
+from tests.support.faults.outcome import Cell
+from tests.support.faults.parts import PARTS
+from tests.support.faults.sentences import SENTENCES, excuse
+
+LOST = "request 1, -0.5 s: RequestFailedError: the reservation was lost: matrix-1 on worker-0"
+
+
+def cell(part: str = "worker", fault: str = "sigkill", load: str = "route", *errors: str, retried: int = 0) -> Cell:
+    return Cell(part, fault, load, requests=9, failed=len(errors), errors=list(errors), retried=retried)
+
+
+def test_excuse_of_a_perfect_cell_is_empty() -> None:
+    assert excuse(cell()) == ""
+
+
+def test_excuse_of_a_reservation_that_ends_with_its_worker_is_its_sentence() -> None:
+    assert "ends with the worker" in excuse(cell("worker", "sigkill", "route", LOST))
+
+
+@pytest.mark.parametrize(
+    "red",
+    [
+        cell("router", "sigkill", "route", LOST),
+        cell("worker", "ten-times-slower", "route", LOST),
+        cell("worker", "sigkill", "chat", LOST),
+        cell("worker", "sigkill", "route", LOST, "request 2, +1.0 s: hung: no end within 45 s"),
+    ],
+)
+def test_excuse_of_anything_else_is_empty(red: Cell) -> None:
+    assert excuse(red) == ""
+
+
+def test_excuse_does_not_cover_service_that_does_not_return() -> None:
+    red = cell("worker", "sigkill", "route", LOST)
+    red.full_service_s = None
+    assert excuse(red) == ""
+
+
+def test_excuse_of_clients_that_asked_the_other_gateway_is_its_sentence() -> None:
+    assert "other gateway" in excuse(cell("gateway", "sigkill", "chat", retried=3))
+    assert excuse(cell("gateway", "sigkill", "chat", "request 0, +1.0 s: 502", retried=3)) == ""
+
+
+def test_sentences_name_parts_faults_and_loads_that_there_are() -> None:
+    for sentence in SENTENCES:
+        assert set(sentence.parts) <= PARTS.keys()
+        assert set(sentence.faults) <= FAULTS.keys()
+        assert set(sentence.loads) <= LOADS.keys()
