@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 SILENCE_S, CONNECT_S = 20.0, 5.0
 """How long a client waits for the next byte, or for a connection."""
+ISOLATED = "replica is ready"
+"""Of the error, retryable, of a gateway that reaches none of the services behind it."""
 UNAVAILABLE, AGAIN_S = 503, 0.5
 CUT = (httpx.TransportError, ConnectionClosed, ConnectionError)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -28,7 +30,9 @@ class RequestFailedError(Exception):
 
 
 def is_cut(error: BaseException) -> bool:
-    """Whether an error says that the server is gone, not what it thinks of the request."""
+    """Whether an error says that the server is gone or cut off, not what it thinks of the request."""
+    if ISOLATED in str(error):
+        return True
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in GONE
     return isinstance(error, CUT)

@@ -17,6 +17,8 @@ from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.faults.place import REDIS, Place
 
 MIB = 1 << 20
+LEFT_S = 60.0
+"""Until nothing is left; routers release after 30 s what their workers do not have."""
 MAX_FILES = 16
 """Files that a process may have opened for good: pools of connections to Redis, channels to a peer that returned."""
 _LIVE = re.compile(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -107,7 +109,7 @@ async def moves_of(place: Place) -> Mapping[tuple[str, int], int]:
     return found
 
 
-async def left(place: Place, before: Inventory, within_s: float = 30.0) -> Left:
+async def left(place: Place, before: Inventory, within_s: float = LEFT_S) -> Left:
     """Waits until nothing is left; returns what still is when the time is over."""
     deadline = time.monotonic() + within_s
     while True:

@@ -45,7 +45,7 @@ def serve(host: str, addresses: Mapping[str, str]) -> None:
             try:
                 server.sendto(answer(query, addresses), caller)
             except (IndexError, UnicodeDecodeError, struct.error, OSError):
-                continue  # no query, or nobody who waits for its answer
+                continue  # no query, or its caller is gone
 
 
 class NameServer:

@@ -37,7 +37,8 @@ _SILENCING = ("sigstop-60s", "partition", "one-way-partition")
 
 SENTENCES = (
     Sentence(
-        "A gateway's own connections end with it, or are cut; a client that asks the other gateway is answered.",
+        "A gateway's own connections end with it or are cut, and one that is cut off answers 503; a client that asks "
+        "the other gateway is answered.",
         RETRIED,
         parts=("gateway",),
     ),
