@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha1
 from typing import Any
 
@@ -17,6 +17,8 @@ from services.common.redis.target import RedisTarget
 
 MAX_RESENT = {Failure.MOVED: 3, Failure.MIGRATING: 6, Failure.UNSETTLED: 6, Failure.DEMOTED: 1}
 """How often a script that was not executed is sent again, by failure; then its call fails."""
+MAX_RESENT_READS = {**MAX_RESENT, Failure.LOST: 1}
+"""The same for a script that only reads, which may be executed twice."""
 UNSETTLED_PAUSE_S = 0.02  # doubled each time
 
 
@@ -32,8 +34,9 @@ class ScriptRunner:
     """Runs up to `connections` scripts concurrently; further ones wait within their own deadline.
 
     A script that a server refused because its keys are elsewhere is sent there, within the deadline. A script whose
-    reply was lost may have been executed, and is not sent again. While a hash slot is being moved, a script waits for
-    the end of that and does not follow ASK replies: it may use more keys than it names, and some are at either server.
+    reply was lost may have been executed, and is sent again only if it reads. While a hash slot is being moved, a
+    script waits for the end of that and does not follow ASK replies: it may use more keys than it names, and some are
+    at either server.
 
     Args:
         timeout_s: for waiting, connecting and the response together, seconds.
@@ -46,17 +49,28 @@ class ScriptRunner:
         # An exhausted pool would raise after waiting, which looks like a failure of Redis.
         self._permits = asyncio.Semaphore(connections)
 
-    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """Returns the script's result; raises one of FAILURES. In a cluster, all keys must be in one slot."""
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], reads: bool = False) -> Any:
+        """Returns the script's result; raises one of FAILURES. In a cluster, all keys must be in one slot.
+
+        Args:
+            reads: the script only reads with these arguments, so that it is sent again after a lost connection.
+        """
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         async with asyncio.timeout_at(deadline):
             await self._permits.acquire()
         try:
-            return await self._run(script, keys, arguments, deadline)
+            return await self._run(script, keys, arguments, deadline, MAX_RESENT_READS if reads else MAX_RESENT)
         finally:
             self._permits.release()
 
-    async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], deadline: float) -> Any:
+    async def _run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        deadline: float,
+        most: Mapping[Failure, int],
+    ) -> Any:
         async with asyncio.timeout_at(deadline):
             address = await self._servers.address(keys[0])
         failures: Counter[Failure] = Counter()
@@ -66,7 +80,7 @@ class ScriptRunner:
             except FAILURES as error:
                 failure = classify(error)
                 failures[failure] += 1
-                if failures[failure] > MAX_RESENT.get(failure, 0):
+                if failures[failure] > most.get(failure, 0):
                     raise
                 async with asyncio.timeout_at(deadline):
                     address = await self._next(error, address, keys[0], failures)
@@ -80,7 +94,7 @@ class ScriptRunner:
             await self._servers.search()
         elif failure in (Failure.UNSETTLED, Failure.MIGRATING):
             await asyncio.sleep(UNSETTLED_PAUSE_S * 2 ** (failures[failure] - 1))
-        else:
+        elif failure is not Failure.LOST:
             raise error
         return await self._servers.address(key)
 

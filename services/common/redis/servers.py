@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 SEARCH_S = 5.0  # a search asks servers at once, each for at most a second
 PAUSE_S = 0.2  # between searches
 REFRESH_S = 30.0  # for servers that were replaced one by one, none of which was missed
+DOUBTED_S = 30.0
+"""Seconds after a failure for which the masters are doubted: one that ended may be back before another is elected."""
+DOUBTED_REFRESH_S = 1.0
 
 
 class RedisServers:
@@ -48,6 +51,7 @@ class RedisServers:
         self._wanted = False
         self._found: asyncio.Future[None] | None = None
         self._found_at = float("-inf")
+        self._doubted_until = float("-inf")
         self.revision = 0
         """Grows whenever an address or an epoch changes."""
 
@@ -76,8 +80,11 @@ class RedisServers:
     def known(self, key: str) -> Address | None:
         """Returns the master that served a key when last looked for, now and then also looks again; None: unknown."""
         address = self._masters.address(key)
-        if address is not None and time.monotonic() - self._found_at > REFRESH_S:
-            self._start_search()
+        if address is not None:
+            now = time.monotonic()
+            refresh_s = REFRESH_S if now > self._doubted_until else DOUBTED_REFRESH_S
+            if now - self._found_at > refresh_s:
+                self._start_search()
         return address
 
     def epoch(self, address: Address) -> int:
@@ -105,6 +112,8 @@ class RedisServers:
         if failure.distrusts and address is not None and epoch == self.epoch(address):
             self._epochs[address] = next(self._next_epoch)
             self.revision += 1
+        if failure.distrusts:
+            self._doubted_until = time.monotonic() + DOUBTED_S
         if failure.searches:
             self._start_search()
         return failure

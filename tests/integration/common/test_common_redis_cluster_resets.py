@@ -135,6 +135,18 @@ def test_what_gateways_share_fails_by_a_name_they_know(server: tuple[RedisServer
     under_uvloop(test)
 
 
+def test_script_that_only_reads_is_sent_again_after_a_reset(server: tuple[RedisServer, int]) -> None:
+    async def test() -> None:
+        async with wired(server) as wire:
+            runner = ScriptRunner(parse(wire.url), timeout_s=10)
+            for _ in range(3):
+                assert await runner.run(ONE, ["k"], [], reads=True) == 1
+                await wire.reset()
+            await runner.close()
+
+    under_uvloop(test)
+
+
 def test_only_a_closed_connection_is_a_lost_one() -> None:
     closed = "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
     with pytest.raises(ConnectionLost), closed_is_lost():

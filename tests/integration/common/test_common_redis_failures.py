@@ -109,6 +109,9 @@ REPLIES: dict[str, tuple[bytes, Failure]] = {
 }
 RESENT_BY_ROUTER = {"NOSCRIPT"}  # it compares its state with a new master before it goes on
 RESENT_BY_GATEWAYS = {"NOSCRIPT", "READONLY", "UNBLOCKED", "MOVED", "ASK", "TRYAGAIN"}
+RESENT_READS = {*RESENT_BY_GATEWAYS, "hang-up", "max clients", "NOAUTH"}
+"""Of the stores of responses and batches, which read here."""
+RESENT_BY = {"router": RESENT_BY_ROUTER, "responses": RESENT_READS, "batches": RESENT_READS}
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -122,7 +125,7 @@ async def test_failure_of_a_script_is_typed_and_over_with_the_next_call(kind: st
         before, searches = server.scripts, server.searches
         reply, failure = REPLIES[kind]
         server.plan = [reply % server.port if b"%d" in reply else reply]
-        resent = kind in (RESENT_BY_ROUTER if user == "router" else RESENT_BY_GATEWAYS)
+        resent = kind in RESENT_BY.get(user, RESENT_BY_GATEWAYS)
         if resent:
             assert await use(made) == expected
         else:

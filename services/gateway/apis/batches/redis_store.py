@@ -28,6 +28,8 @@ from services.gateway.apis.batches.store import (
 log = logging.getLogger(__name__)
 
 _STORED = b"stored"
+_READS = frozenset(("read", "batches", "used", "done", "result_sizes"))
+"""Actions of the script that change nothing but what has expired."""
 _READ = Script("return redis.call(ARGV[1], KEYS[1], unpack(ARGV, 2))")
 
 
@@ -146,14 +148,14 @@ class RedisBatchStore(BatchStore):
 
     async def _run(self, action: str, owner: str, *arguments: Any) -> Any:
         head = (action, owner, *self._limits, self._kept_s)
-        return await self._evaluate(self._script, self._base, [*head, *arguments])
+        return await self._evaluate(self._script, self._base, [*head, *arguments], action in _READS)
 
     async def _read(self, command: str, rest: str, *arguments: Any) -> Any:
-        return await self._evaluate(_READ, f"{self._base}:{rest}", [command, *arguments])
+        return await self._evaluate(_READ, f"{self._base}:{rest}", [command, *arguments], reads=True)
 
-    async def _evaluate(self, script: Script, key: str, arguments: Sequence[Any]) -> Any:
+    async def _evaluate(self, script: Script, key: str, arguments: Sequence[Any], reads: bool) -> Any:
         try:
-            return await self._redis.run(script, [key], arguments)
+            return await self._redis.run(script, [key], arguments, reads)
         except FAILURES as error:
             log.warning("batch store unavailable, Redis failed: %s", type(error).__name__)
             raise unavailable("The batch store is unavailable; try again.", code="store_unavailable") from None

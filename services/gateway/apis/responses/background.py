@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Any
 
 import orjson
@@ -28,6 +29,8 @@ MAX_RUNNING = 256
 MAX_BYTES = 64 << 20
 """Bytes of the events of all background responses, of which the oldest go; of their inputs, more are OVERLOADED."""
 RENEWALS_PER_LEASE = 3
+LAST_TRIES = 30
+"""Attempts, within the time of a lease, to store the last state of a background response while the store fails."""
 CANCEL_WAIT_S = 5.0
 LEASE = "_lease_until"
 RUNNING = ("queued", "in_progress")
@@ -248,7 +251,8 @@ class BackgroundResponses:
             self.update(run, run.state)
 
     async def _store_changes(self, run: BackgroundRun) -> None:
-        """Stores each change of a response until the last one is stored, or cannot be."""
+        """Stores each change of a response until the last one is stored, or cannot be for as long as a lease."""
+        loop, last_until_s = asyncio.get_running_loop(), inf
         while True:
             await run.changed.wait()
             run.changed.clear()
@@ -260,6 +264,12 @@ class BackgroundResponses:
                     if error.kind is ErrorKind.TOO_LARGE:
                         self._store.put(*run.key, wanted)  # which drops it
                         run.kept = wanted
+                    elif closing:  # there is no further renewal
+                        last_until_s = min(last_until_s, loop.time() + self._lease_s)
+                        if loop.time() < last_until_s:
+                            await asyncio.sleep(self._lease_s / LAST_TRIES)
+                            run.changed.set()
+                            continue
                 if run.wanted is wanted and (run.kept is wanted or run.deleted):
                     run.wanted = None
             if closing and (run.wanted is None or run.wanted is wanted):

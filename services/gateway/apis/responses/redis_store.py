@@ -24,6 +24,7 @@ MAX_PENDING_WRITES_PER_OWNER = MAX_PENDING_WRITES // 4
 MAX_PENDING_BYTES = 64 << 20
 """Bytes of all responses that are being written to Redis; further ones are not stored, which is logged."""
 _LENGTH = 8
+_READS = frozenset(("find", "used"))
 
 
 class RedisStore(ResponseStore):
@@ -132,8 +133,9 @@ class RedisStore(ResponseStore):
                 code="store_unavailable",
             ) from None
 
-    async def _run(self, owner: str, *arguments: Any) -> Any:
-        return await self._redis.run(self._script, [f"{{{self._prefix}:responses}}"], [owner, *arguments])
+    async def _run(self, owner: str, action: str, *arguments: Any) -> Any:
+        keys, reads = [f"{{{self._prefix}:responses}}"], action in _READS
+        return await self._redis.run(self._script, keys, [owner, action, *arguments], reads)
 
     def _stored(self, stored: StoredResponse) -> tuple[Any, ...]:
         limits = self._limits

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from services.common.base.errors import SluiceError
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.media import span_messages
 from services.common.rpc.multiplexed_call import router_stub
@@ -243,7 +243,9 @@ class RouterClient:
             await send(batch)
         except SluiceError as error:
             log.warning("sending reports to the router failed: %s", error.message, extra={"requests": len(batch)})
-            if error.retryable and len(batch) < MAX_PENDING_REPORTS:
+            # What was reported and not acknowledged may be reported again: reports are idempotent.
+            again = error.retryable or error.kind is ErrorKind.DEADLINE_EXCEEDED
+            if again and len(batch) < MAX_PENDING_REPORTS:
                 await asyncio.sleep(REPORT_RETRY_S)
                 self._pending_event.set()
                 return False

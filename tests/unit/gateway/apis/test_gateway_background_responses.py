@@ -92,6 +92,51 @@ async def test_a_running_response_renews_its_lease() -> None:
     assert state["status"] == "queued"
 
 
+async def test_response_that_ends_while_its_store_fails_is_stored_when_the_store_returns() -> None:
+    gateways = Gateways(lease_s=3.0)
+    run = gateways.one.begin(OWNER, ID, b"[]")
+    gateways.one.update(run, QUEUED)
+    swap, fails = gateways.store.swap, 5
+
+    async def failing(*arguments: Any) -> bool:
+        nonlocal fails
+        if fails:
+            fails -= 1
+            raise SluiceError(ErrorKind.UNAVAILABLE, "The response store is unavailable.")
+        return await swap(*arguments)
+
+    async def generate() -> None:
+        gateways.store.swap = failing  # type: ignore[assignment,method-assign]
+        gateways.one.update(run, {**QUEUED, "status": "completed"})
+
+    await gateways.one.run(run, generate)
+    gateways.clock.now += 60
+    state = await gateways.seen()
+    assert state is not None
+    assert (state["status"], fails) == ("completed", 0)
+
+
+async def test_response_whose_store_stays_away_is_given_up_after_a_lease() -> None:
+    gateways = Gateways(lease_s=0.1)
+    run = gateways.one.begin(OWNER, ID, b"[]")
+    gateways.one.update(run, QUEUED)
+    tries = 0
+
+    async def failing(*arguments: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        raise SluiceError(ErrorKind.UNAVAILABLE, "The response store is unavailable.")
+
+    async def generate() -> None:
+        gateways.store.swap = failing  # type: ignore[assignment,method-assign]
+        gateways.one.update(run, {**QUEUED, "status": "completed"})
+
+    async with asyncio.timeout(20):
+        await gateways.one.run(run, generate)
+    assert run.ended.is_set()
+    assert tries > 1
+
+
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 async def test_another_gateway_ends_a_response_at_the_next_renewal(how: str) -> None:
     gateways = Gateways(lease_s=0.03)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.base.errors import unavailable
+from services.common.base.errors import ErrorKind, SluiceError, unavailable
 from services.gateway.backends.rpc import router
 from services.gateway.backends.rpc.router import RouterClient
 from sluice.v1 import router_pb2
@@ -22,6 +22,7 @@ class Replica:
         self.prefills: list[list[str]] = []
         self.frees: list[router_pb2.FreeRequestRequest] = []
         self.failures = 0
+        self.failure = unavailable("The router does not respond.")
 
     async def MarkPrefillComplete(self, request: router_pb2.MarkPrefillCompleteRequest, timeout: float) -> None:
         self._fail()
@@ -34,7 +35,7 @@ class Replica:
     def _fail(self) -> None:
         if self.failures:
             self.failures -= 1
-            raise unavailable("The router does not respond.")
+            raise self.failure
 
 
 class Replicas:
@@ -102,3 +103,11 @@ async def test_reports_that_fail_are_sent_again_with_those_added_meanwhile(
     assert first.failures == 0
     assert [id_ for ids in first.prefills for id_ in ids] == ["a"]
     assert [id_ for request in first.frees for id_ in request.reservation_ids] == ["b", "c"]
+
+
+async def test_outcome_whose_call_times_out_is_sent_again(client: RouterClient, replicas: Replicas) -> None:
+    first = replicas.serving[0]
+    first.failures, first.failure = 2, SluiceError(ErrorKind.DEADLINE_EXCEEDED, "The router service timed out.")
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    assert [list(request.reservation_ids) for request in first.frees] == [["a"]]
