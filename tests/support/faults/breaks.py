@@ -17,6 +17,7 @@ class Break:
     Attributes:
         red: the part and the fault whose row it turns red.
         gateway_flags, router_flags, worker_flags: of every gateway, router or worker.
+        redis_durable: whether Redis writes to its disk before it acknowledges.
         code_of: code that single processes run instead, by name, as LooseSuite has it.
     """
 
@@ -26,6 +27,7 @@ class Break:
     gateway_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     worker_flags: tuple[str, ...] = ()
+    redis_durable: bool = True
     code_of: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -111,14 +113,11 @@ BREAK_KINDS = (
         "def wrong(self, *given): return free(self, *given) if next(turns) % 5 else None",
         "releases.Releases.free = wrong",
     ),
-    _bug(
-        "redis-unsynchronized",
-        "routers that do not tell Redis, when it has returned, which requests ended meanwhile",
+    Break(
+        "redis-forgets",
+        "a Redis that acknowledges what it has not written to its disk",
         ("redis", "sigkill"),
-        ROUTERS,
-        "import services.router.state.sync.reservation_manager as manager",
-        "async def wrong(self): pass",
-        "manager.ReservationManager.replay = manager.ReservationManager.replay_local = wrong",
+        redis_durable=False,
     ),
 )
 BREAKS: Mapping[str, Break] = {found.name: found for found in BREAK_KINDS}

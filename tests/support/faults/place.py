@@ -76,7 +76,7 @@ class Place:
             resolver.write_text(f"nameserver {network.host(DNS)}\noptions timeout:1 attempts:2\n")
             run("mount", "--bind", str(resolver), str(Path("/etc/resolv.conf").resolve()))
         host, prefix = self._hosts.pop(REDIS, self._host), prefixes.pop(REDIS, ())
-        self.redis = RedisServer(self.redis_home, durable=True, host=host, prefix=prefix)
+        self.redis = RedisServer(self.redis_home, durable=broken.redis_durable, host=host, prefix=prefix)
         self._model = build_qwen2_vl(folder / "model")
         self._pickers = {name: f"{self._hosts.get(name, self._host)}:{free_port()}" for name in ("router", "router-1")}
         self._prefixes = prefixes
