@@ -154,6 +154,8 @@ def _turns(name: str, load: tuple[int, int, int, int], targets: Mapping[str, Tar
         for system, target in targets.items():
             print(f"{name}: {system}, round {turn}", file=sys.stderr)
             measured = _measure(load, target)
+            for error, count in measured["errors"].items():
+                print(f"{name}: {system}, round {turn}: {count} × {error}", file=sys.stderr)
             if turn:
                 seen[system].append(measured)
     summaries = {system: _summary(rows) for system, rows in seen.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, cast
@@ -102,6 +103,45 @@ def test_message_of_empty_parts_is_refused_before_it_is_parsed(name: str) -> Non
     GetMessageClass(descriptor).FromString(data)  # it is valid
     with raises_error(match="parts of less than 4 bytes", kind=ErrorKind.TOO_LARGE, code="budget_exceeded"):
         guarded(GetMessageClass(descriptor))(data)
+
+
+def opaque(descriptor: Descriptor, content: bytes) -> Iterator[tuple[str, bytes]]:
+    """Messages with bytes or a text that look like tiny parts, in a field of a nested message."""
+    for field in descriptor.fields:
+        if field.message_type is None or field.number > 15 or field.message_type.GetOptions().map_entry:
+            continue
+        for inner in field.message_type.fields:
+            if inner.type in (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING):
+                part = _varint(inner.number << 3 | 2) + _varint(len(content)) + content
+                yield f"{field.name}.{inner.name}", bytes([field.number << 3 | 2]) + _varint(len(part)) + part
+
+
+COLUMNS = {
+    f"{descriptor.name}.{name}": (descriptor, data)
+    for descriptor in received()
+    for name, data in opaque(descriptor, b"\n\0" * (1 << 20))
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_bytes_that_look_like_tiny_parts_are_none(name: str) -> None:
+    descriptor, data = COLUMNS[name]
+    assert guarded(GetMessageClass(descriptor))(data).ByteSize() == len(data)
+
+
+@given(vocabulary=st.integers(1, 2_000), streams=st.integers(1, 300), seed=st.integers(0, 9))
+@example(vocabulary=600, streams=900, seed=0)
+@settings(max_examples=20, deadline=None)
+def test_tokens_of_many_streams_of_a_small_vocabulary_pass(vocabulary: int, streams: int, seed: int) -> None:
+    draw = random.Random(seed)
+    counts = [draw.randint(1, 600) for _ in range(streams)]
+    ids = pack_u32([draw.randrange(vocabulary) for _ in range(sum(counts))])
+    rows: dict[str, Any] = {"slots": pack_u32(range(streams)), "counts": pack_u32(counts), "token_ids": ids}
+    for frame in (
+        postprocess_pb2.PostSessionRequest(tokens=postprocess_pb2.TokenColumns(**rows)),
+        worker_pb2.TokenBatch(**rows),
+    ):
+        check_frame(frame.SerializeToString(), frame.DESCRIPTOR)
 
 
 @given(

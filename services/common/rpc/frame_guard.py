@@ -3,14 +3,17 @@
 An empty part takes 2 bytes of a message and a hundred bytes once parsed: 64 MiB of them become gigabytes, and seconds
 of the event loop. Messages below FREE_BYTES pass unseen, so that ordinary ones cost nothing.
 
-The check itself takes 10 ms for each MiB. `PacedFrames` runs it in slices, in turns of all streams of a process.
+The check itself takes 10 ms for each MiB. `PacedFrames` runs it in slices, in turns of all streams of a process. It
+looks at bytes, of which columns of small numbers have many that look like parts; a message with too many of these is
+walked through, field by field, before it is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -31,17 +34,16 @@ MAX_WAIT_S = 600.0
 """Seconds that a large message waits for its turn to be checked; then its stream ends."""
 BYTES_PER_TINY_PART = 512
 """Bytes of a message for which it may have one part of less than 4 bytes more."""
+TINY_BYTES = 4
 MIN_TINY_PARTS = 16_384
-"""Parts of less than 4 bytes that any message may have; with more it is refused, budget `worker_frames`.
-
-Other bytes that look like such parts count, too; they are about a thousandth.
-"""
+"""Parts of less than 4 bytes that any message may have; with more it is refused, budget `worker_frames`."""
 
 M = TypeVar("M", bound=Message)
 
 _TINY = Budget("worker_frames", MIN_TINY_PARTS, "")
 _TINY_PART = re.compile(rb"[\x0a\x12\x1a\x22\x2a\x32\x3a\x42\x4a\x52\x5a\x62\x6a\x72\x7a][\x00-\x03]")
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_frame(data: bytes, descriptor: Descriptor) -> None:
@@ -84,10 +86,42 @@ def frame_slices(data: bytes, descriptor: Descriptor) -> Iterator[None]:
             return
         if fields % SLICE_FIELDS == 0:
             yield
-    if tiny > most:
+    if tiny > most and (yield from _walked_parts(data, descriptor, most)) > most:
         raise _TINY.refuse(
             f"A message of {len(data)} bytes has more than {most} parts of less than 4 bytes", kind=ErrorKind.TOO_LARGE
         )
+
+
+def _walked_parts(data: bytes, descriptor: Descriptor, most: int) -> Generator[None, None, int]:
+    """Returns the number of tiny parts, of fields only, counted up to one more than `most`; yields after slices."""
+    open_messages = [(len(data), _nested(descriptor))]  # each with its end and its fields that are messages
+    at, count, fields = 0, 0, 0
+    while open_messages and count <= most:
+        end, nested = open_messages[-1]
+        if at >= end:
+            open_messages.pop()
+            continue
+        fields += 1
+        key, at = _varint(data, at)
+        kind, length = key & 7, _FIXED_SIZES.get(key & 7, 0)
+        if kind in (_LENGTH, _VARINT):
+            length, at = _varint(data, at)
+        elif not length:
+            break  # malformed, or a group, which no message has
+        count += len(open_messages) == 1 or (kind == _LENGTH and length < TINY_BYTES)
+        if kind == _LENGTH and (inner := nested.get(key >> 3)) is not None:
+            open_messages.append((min(at + length, end), _nested(inner)))
+        elif kind != _VARINT:
+            at += length
+        if fields % SLICE_FIELDS == 0:
+            yield
+    return count
+
+
+@cache
+def _nested(descriptor: Descriptor) -> Mapping[int, Descriptor]:
+    """Returns the types of a message's fields that are messages, by number."""
+    return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 
 
 def _tiny_parts(data: bytes, start: int, end: int, most: int) -> int:
