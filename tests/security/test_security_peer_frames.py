@@ -130,12 +130,12 @@ def test_bytes_that_look_like_tiny_parts_are_none(name: str) -> None:
 
 
 @given(vocabulary=st.integers(1, 2_000), streams=st.integers(1, 300), seed=st.integers(0, 9))
-@example(vocabulary=600, streams=900, seed=0)
+@example(vocabulary=100, streams=300, seed=0)
 @settings(max_examples=20, deadline=None)
 def test_tokens_of_many_streams_of_a_small_vocabulary_pass(vocabulary: int, streams: int, seed: int) -> None:
     draw = random.Random(seed)
     counts = [draw.randint(1, 600) for _ in range(streams)]
-    ids = pack_u32([draw.randrange(vocabulary) for _ in range(sum(counts))])
+    ids = pack_u32([2 + 8 * draw.randrange(vocabulary) for _ in range(sum(counts))])  # many look like tags
     rows: dict[str, Any] = {"slots": pack_u32(range(streams)), "counts": pack_u32(counts), "token_ids": ids}
     for frame in (
         postprocess_pb2.PostSessionRequest(tokens=postprocess_pb2.TokenColumns(**rows)),
