@@ -67,8 +67,11 @@ class _Mistral(MockVocabulary):
         self.special_ids = frozenset(self._tokenizer.special_ids)
         self.eos_ids = (self._tokenizer.eos_id,)
         self._piece: Callable[[int], bytes] | None = None
+        self._ids: Callable[[str], list[int]] | None = None
+        self._offset = 0
         if is_tekkenizer(self._tokenizer):
             self._piece = lru_cache(maxsize=self.size)(self._tokenizer.id_to_byte_piece)
+            self._ids, self._offset = self._tokenizer._model.encode, self._tokenizer.num_special_tokens
 
     @cached_property
     def special_names(self) -> dict[str, int]:
@@ -76,7 +79,10 @@ class _Mistral(MockVocabulary):
         return {self._tokenizer.id_to_piece(token_id): token_id for token_id in self.special_ids}
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, bos=False, eos=False)
+        if self._ids is None:
+            return self._tokenizer.encode(text, bos=False, eos=False)
+        offset = self._offset  # which the library asks for once for each token
+        return [offset + token_id for token_id in self._ids(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._piece is None:
