@@ -165,9 +165,9 @@ async def test_generations_that_must_not_move_end_with_the_reason(
     folder: Path, policy: MigrationPolicy, request_of: dict[str, Any]
 ) -> None:
     async with staged(folder, policy=policy) as stage:
-        stage.pipeline.registry.workers = {
-            name: _without_resuming(entry) for name, entry in stage.pipeline.registry.workers.items()
-        }
+        workers = stage.pipeline.registry.workers
+        for name, entry in [*workers.items()]:
+            workers[name] = _without_resuming(entry)
         stage.knives[0].set(9)
         heard = await stage.ask(asking("stays", "Tell me of stones.", **request_of))
         assert heard.error is not None
