@@ -323,6 +323,9 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
         try:
             await asyncio.sleep(ROTATED_S)
             await asyncio.gather(*(chat(http, f"{MARK}-prompt {number}") for number in range(16)))
+            # A call of its own, which shows a token that is read for it; chats use sessions that are open.
+            detokenized = await http.post("/detokenize", json={"model": MODEL, "tokens": [65, 66]})
+            assert detokenized.status_code == 200, detokenized.text
             async with httpx.AsyncClient(
                 base_url=guarded.suite.url, verify=shows(kept, "client"), trust_env=False
             ) as fresh:

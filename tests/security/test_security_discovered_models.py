@@ -27,7 +27,7 @@ async def until_served(http: httpx.AsyncClient, model: str) -> None:
     """Waits until preprocess has the model's tokenizer, whose check takes seconds."""
     body = {"model": model, "prompt": "a"}
     async with asyncio.timeout(120):
-        while (answer := await http.post("/tokenize", json=body)).status_code in (503, 504):  # noqa: ASYNC110
+        while (answer := await http.post("/tokenize", json=body)).status_code in (404, 503, 504):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
     assert answer.status_code == 200, answer.text
 

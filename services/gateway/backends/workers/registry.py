@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,12 +84,12 @@ class WorkerEntry:
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
-class WorkersByName(dict[str, WorkerEntry]):
+class WorkersByName(UserDict[str, WorkerEntry]):
     """The registered workers by id; those of one model cost one look-up, however many there are."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._of_name: dict[str, tuple[WorkerEntry, ...]] = {}  # of names with workers, since the last change
+        super().__init__()
 
     def of_name(self, name: str) -> tuple[WorkerEntry, ...]:
         """Returns all workers of a model or, for the name of a LoRA adapter, those that have loaded it."""
@@ -150,7 +151,7 @@ class WorkerRegistry:
     @property
     def models(self) -> dict[str, WorkerEntry]:
         """One worker of each model that can be served now, by model name; the same one that `model` returns."""
-        by_name = {entry.model: entry for entry in reversed(self.workers.values())}
+        by_name = {entry.model: entry for entry in reversed([*self.workers.values()])}
         return {name: by_name[name] for name in sorted(by_name)}
 
     def only_model(self) -> str:
@@ -161,7 +162,7 @@ class WorkerRegistry:
     @property
     def adapters(self) -> dict[str, WorkerEntry]:
         """One worker of each LoRA adapter that requests can name as model; the same one that `model` returns."""
-        by_name = {name: entry for entry in reversed(self.workers.values()) for name in entry.adapters}
+        by_name = {name: entry for entry in reversed([*self.workers.values()]) for name in entry.adapters}
         return {name: by_name[name] for name in sorted(by_name.keys() - self.models.keys())}
 
     def model(self, name: str) -> WorkerEntry:
