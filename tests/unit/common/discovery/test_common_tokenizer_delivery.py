@@ -129,6 +129,7 @@ async def test_request_for_one_model_too_many_replaces_the_least_recently_used_o
         for model in "ab":  # loaded at once, in any order, and used in this one
             assert await delivery.wait_for(model, 10)
             loaded.use(model)
+        await until(lambda: not any(model.task for model in delivery._models.values()))  # else it is not evicted yet
         assert await delivery.wait_for("c", 10), "it had to wait for no worker to leave"
         assert loaded.ended == ["a"]
         await until(lambda: not any(model.task for model in delivery._models.values()))
