@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ import psutil
 import redis
 import typer
 from count_kinds import KINDS, MODEL, PARSERS, Endpoints, endpoints_of, prompts
-from processes import own_suite, suite_of
+from processes import checkout, own_suite, suite_of
 from rich.console import Console
 from rich.table import Table
 
@@ -213,7 +212,7 @@ def count(
     counted = count_kinds(names, tries)
     earlier = {}
     if base:
-        with _checkout(base) as tree:
+        with checkout(base) as tree:
             earlier = count_kinds(names, tries, tree)
     if write:
         kept = {
@@ -239,17 +238,6 @@ def _bounded(found: Counted) -> dict[str, dict[str, int]]:
         service: {name: count for name, count in counts.items() if name not in UNBOUNDED}
         for service, counts in found.counts.items()
     }
-
-
-@contextmanager
-def _checkout(revision: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name) / "tree"
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
 
 
 def _table(kind: str, found: Counted, earlier: Counted | None) -> Table:

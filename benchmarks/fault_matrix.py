@@ -88,7 +88,7 @@ def main(
         raise typer.Exit(2) from None
     for folder, flag in ((other, "--other"), (logs, "--logs")):
         if folder is not None and not folder.is_dir():
-            print(f"{flag}: there is no folder {folder}.", file=sys.stderr)
+            print(f"{flag}: {folder} is not a folder.", file=sys.stderr)
             raise typer.Exit(2)
     for sentence in missing([row for several in rows for row in several]):
         print(sentence, file=sys.stderr)

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from peer_processes import MODEL, dynamo_environment, install, namespace, stop, wait_until_served
+from peer_processes import (
+    dynamo_environment,
+    dynamo_frontend,
+    dynamo_mocker,
+    install,
+    namespace,
+    stop,
+    wait_until_served,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -70,14 +78,9 @@ def dynamo_system(python: Path, model: Path) -> Iterator[System]:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prefix = stack.enter_context(namespace())
         environment, planes = dynamo_environment(state)
-        mocker = ["dynamo.mocker", "--model-path", str(model), "--model-name", MODEL, "--block-size", "16"]
-        mocker += ["--endpoint", "dyn://dynamo.backend.generate", "--num-workers", "1", "--enable-prefix-caching"]
-        mocker += ["--num-gpu-blocks-override", "16384", "--max-num-seqs", "256"]
-        commands = {f"worker-{number}": mocker for number in range(WORKERS)}
+        commands = {f"worker-{number}": dynamo_mocker(model, 1, 1.0) for number in range(WORKERS)}
         for number, port in enumerate(PORTS):
-            frontend = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
-            frontend += ["--router-mode", "kv", "--kv-cache-block-size", "16", "--migration-limit", MIGRATIONS]
-            commands[f"frontend-{number}"] = frontend
+            commands[f"frontend-{number}"] = dynamo_frontend(port, "--migration-limit", MIGRATIONS)
         processes: dict[str, subprocess.Popen[bytes]] = {}
         log = state / "log"
 

@@ -2,7 +2,7 @@
 
     python benchmarks/mixed_versions.py --other f7913b7a --seconds 6
 
-Each tier runs this tree or the other one, two replicas of each over a Redis of their own, so there are 32 mixtures. In
+Each tier runs this tree or the other one, two replicas of each over a Redis of their own, which makes 32 mixtures. In
 each, streams and whole answers of the APIs run for a while; one worker, one router and one postprocess replica are
 killed in between. No request may fail or lose a token. The exit code is 1 otherwise.
 """
@@ -10,12 +10,10 @@ killed in between. No request may fail or lose a token. The exit code is 1 other
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,13 +22,13 @@ from typing import Annotated, Any
 import httpx
 import typer
 import uvloop
+from processes import checkout
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests starts the suite
 
 from tests.support.data.tiny_models import build_tiny_model
-from tests.support.repository import ROOT
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.redis_server import RedisServer
 
@@ -140,18 +138,6 @@ def run_mixture(mixture: Mixture, model: Path, tree: Path, seconds: float) -> No
         redis.stop()
 
 
-@contextmanager
-def checkout(revision: str) -> Iterator[Path]:
-    """Checks a commit out for the time of the context."""
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name) / "tree"
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
-
-
 def mixtures(tiers: Sequence[str]) -> list[Mixture]:
     """Returns all mixtures in which only `tiers` run the other version."""
     choices = product((False, True), repeat=len(tiers))
@@ -168,7 +154,7 @@ def main(
 ) -> None:
     """Run another version beside this one in every mixture of tiers."""
     if unknown := set(tier or ()) - TIERS.keys():
-        raise typer.BadParameter(f"there is no tier {', '.join(sorted(unknown))}", param_hint="--tier")
+        raise typer.BadParameter(f"unknown tier {', '.join(sorted(unknown))}", param_hint="--tier")
     runs = mixtures(tier or list(TIERS))
     table = Table(title=f"{other} beside this tree")
     for column in ("tiers of the other version", "requests", "failed"):

@@ -99,15 +99,9 @@ def dynamo(python: Path, model: Path, workers: int, speedup: float) -> Iterator[
         state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         prefix = stack.enter_context(namespace())
         environment, planes = dynamo_environment(state)
-        frontend = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT)]
-        frontend += ["--router-mode", "kv", "--kv-cache-block-size", "16"]
-        mocker = ["dynamo.mocker", "--model-path", str(model), "--model-name", MODEL]
-        mocker += ["--endpoint", "dyn://dynamo.backend.generate", "--num-workers", str(workers)]
-        mocker += ["--speedup-ratio", str(speedup), "--block-size", "16", "--num-gpu-blocks-override", "16384"]
-        mocker += ["--max-num-seqs", "256", "--enable-prefix-caching"]
         log = state / "log"
         started = []
-        for command in (frontend, mocker):
+        for command in (dynamo_frontend(PORT), dynamo_mocker(model, workers, speedup)):
             with log.open("ab") as output:
                 whole = [*prefix, str(python), "-m", *command, *planes]
                 process = subprocess.Popen(whole, env=environment, stdout=output, stderr=output)
@@ -115,6 +109,20 @@ def dynamo(python: Path, model: Path, workers: int, speedup: float) -> Iterator[
             stack.callback(stop, process)
         wait_until_served(prefix, PORT, log)
         yield Target(f"http://127.0.0.1:{PORT}", prefix, {"gateway": started[0].pid})
+
+
+def dynamo_frontend(port: int, *flags: str) -> list[str]:
+    """Returns the module and flags of a frontend with the KV router."""
+    command = ["dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
+    return [*command, "--router-mode", "kv", "--kv-cache-block-size", "16", *flags]
+
+
+def dynamo_mocker(model: Path, workers: int, speedup: float) -> list[str]:
+    """Returns the module and flags of a process with mock workers."""
+    command = ["dynamo.mocker", "--model-path", str(model), "--model-name", MODEL]
+    command += ["--endpoint", "dyn://dynamo.backend.generate", "--num-workers", str(workers)]
+    command += ["--speedup-ratio", str(speedup), "--block-size", "16", "--num-gpu-blocks-override", "16384"]
+    return [*command, "--max-num-seqs", "256", "--enable-prefix-caching"]
 
 
 def dynamo_environment(state: Path) -> tuple[dict[str, str], Sequence[str]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+_ROOT = Path(__file__).resolve().parents[1]
 _STOPS_WITHIN_S = 10.0
 
 
@@ -105,3 +106,15 @@ def own_suite(
         finally:
             suite.terminate()
             suite.wait(_STOPS_WITHIN_S)
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """Checks out a commit of this repository in a folder of its own, which is removed at the end."""
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name) / "tree"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=_ROOT, check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=_ROOT, check=True)

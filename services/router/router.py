@@ -280,8 +280,7 @@ class Router:
 
     def _serving(self, model: str) -> tuple[ModelState, Sequence[Worker]]:
         """Returns the state of a model and its workers that accept requests."""
-        if not self.ready.is_set():
-            self.check_ready()
+        self.check_ready()
         view = self._replica.synchronizer.find(model)
         workers = self.registry.serving(model)
         if view is not None and workers:
@@ -318,8 +317,7 @@ class Router:
         if route.waited_ms:
             self.metrics.waited_seconds.record(route.waited_ms / 1000)
         self.metrics.prompt_blocks.add(route.prompt_blocks)
-        if overlap := route.overlap.blocks:
-            self.metrics.overlap_blocks.add(overlap)
+        self.metrics.overlap_blocks.add(route.overlap.blocks)
         if route.reservation_id and not route.repeated:
             decision = decision_on(query, route)
             self.metrics.decided(decision.model, decision.media_items, decision.cached_media_items)

@@ -70,8 +70,7 @@ class MultiplexedCall(Generic[Q, A]):
         self._cancels: list[int] = []
         self._welcome = asyncio.Event()
         self._session: ClientSession[Any, Any] | None = None
-        self._established = False  # the server's first message has arrived
-        self._announced: Any = None  # that message
+        self._announced: Any = None  # the server's first message
 
     def __call__(
         self, request: Q, *, timeout: float, metadata: Sequence[tuple[str, str]] | None = None
@@ -98,7 +97,7 @@ class MultiplexedCall(Generic[Q, A]):
         def call(
             request: Message, *, timeout: float, metadata: Sequence[tuple[str, str]] | None = None
         ) -> Awaitable[B]:
-            if not getattr(self._announced, announced, False):
+            if self._announced is None or not getattr(self._announced, announced):
                 return unary(request, timeout=timeout, metadata=metadata)
             return self._call(unary, field, response, request, timeout, metadata)
 
@@ -114,7 +113,7 @@ class MultiplexedCall(Generic[Q, A]):
         metadata: Sequence[tuple[str, str]] | None,
     ) -> B:
         session = self._session
-        usable = self._established and self._welcome.is_set() and request.ByteSize() <= MAX_BYTES
+        usable = self._announced is not None and self._welcome.is_set() and request.ByteSize() <= MAX_BYTES
         if session is None or not usable:
             return await unary(request, timeout=timeout, metadata=metadata)
         loop = asyncio.get_running_loop()
@@ -149,10 +148,9 @@ class MultiplexedCall(Generic[Q, A]):
             try:
                 await self._session.run()
             finally:
-                established, self._established, self._session = self._established, False, None
-                self._announced = None
+                announced, self._announced, self._session = self._announced, None, None
                 self._fail_all()
-            if not established:  # the peer does not support sessions, or disconnected
+            if announced is None:  # the peer does not support sessions, or disconnected
                 self._welcome.clear()
             await asyncio.sleep(RETRY_S)
 
@@ -187,8 +185,8 @@ class MultiplexedCall(Generic[Q, A]):
             if self._session is not None:
                 self._session.close()
             return
-        if not self._established:
-            self._established, self._announced = True, message
+        if self._announced is None:
+            self._announced = message
         for answer in message.answers:
             pending, response = self._pending.pop(answer.number, (None, ""))
             if pending is None or pending.done():

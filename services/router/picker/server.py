@@ -272,8 +272,7 @@ class _Exchange:
 
     def _passed_on(self, pick: PickedEndpoint, body: bytes, end: bool) -> None:
         if body:
-            if not pick.computed:
-                self._picker.first_byte(pick)
+            self._picker.first_byte(pick)
             self._usage.feed(body)
         if end:
             self._end(pick)

@@ -209,9 +209,8 @@ def check_tokens(name: str, tokens: int) -> None:
 
 def check(query: Query) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) that names the first field out of bounds."""
-    if max(query.prompt.prompt_tokens, query.expected_output_tokens) > MAX_TOKENS:
-        check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
-        check_tokens("expected_output_tokens", query.expected_output_tokens)
+    check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
+    check_tokens("expected_output_tokens", query.expected_output_tokens)
     for name, milliseconds in zip(_TIMES, _times(query), strict=True):
         if milliseconds > MAX_MS:
             raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MAX_MS}.", param=name)

@@ -108,7 +108,7 @@ async def suite(*services: Tokenizer) -> AsyncIterator[tuple[list[Host], Replica
 
 async def opened(chosen: ReplicaSet[Any], *services: Tokenizer) -> None:
     """Waits until every replica's session takes calls."""
-    await until(lambda: all(replica.stub.Tokenize._established for replica in chosen.serving))
+    await until(lambda: all(replica.stub.Tokenize._announced is not None for replica in chosen.serving))
     assert all(service.streams == 1 for service in services)
 
 
@@ -260,7 +260,7 @@ async def test_a_peer_that_comes_back_gets_a_session_again() -> None:
         await until(lambda: not chosen.serving)
         await hosts[0].server.set_serving(True)
         await until(lambda: service.streams == 2)
-        await until(lambda: chosen.serving[0].stub.Tokenize._established)
+        await until(lambda: chosen.serving[0].stub.Tokenize._announced is not None)
         assert await ask(chosen, "again") == "again"
         assert service.shared == 1
 

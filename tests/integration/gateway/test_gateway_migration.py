@@ -166,8 +166,7 @@ async def test_generations_that_must_not_move_end_with_the_reason(
 ) -> None:
     async with staged(folder, policy=policy) as stage:
         workers = stage.pipeline.registry.workers
-        for name, entry in [*workers.items()]:
-            workers[name] = _without_resuming(entry)
+        workers.update({name: _without_resuming(entry) for name, entry in workers.items()})
         stage.knives[0].set(9)
         heard = await stage.ask(asking("stays", "Tell me of stones.", **request_of))
         assert heard.error is not None

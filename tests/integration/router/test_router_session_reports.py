@@ -49,7 +49,7 @@ async def session(router: RouterProcess) -> AsyncIterator[Calls]:
     calls.query.welcome(True)
     running = asyncio.ensure_future(calls.query.run())
     try:
-        await until(lambda: calls.query._established)
+        await until(lambda: calls.query._announced is not None)
         yield calls
     finally:
         running.cancel()

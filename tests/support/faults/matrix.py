@@ -42,7 +42,7 @@ class Options:
 
 
 def run_rows(rows: Sequence[Planned], options: Options, tell: Callable[[Row], None]) -> None:
-    """Runs rows; `tell` hears of each as soon as it has ended."""
+    """Runs rows; `tell` is called with each as soon as it has ended."""
 
     def ended(row: Row) -> None:
         row.broken = options.broken.name

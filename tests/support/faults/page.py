@@ -147,8 +147,8 @@ def _left(left: Left) -> str:
 
 
 def _loads(rows: Sequence[Row]) -> list[str]:
-    there = {cell.load for row in rows for cell in row.cells}
-    return [name for name in LOADS if name in there]
+    run = {cell.load for row in rows for cell in row.cells}
+    return [name for name in LOADS if name in run]
 
 
 def mark(cell: Cell, numbers: Mapping[str, int]) -> str:

@@ -17,7 +17,7 @@ from tests.support.faults.row import Row
 
 
 class UnknownNameError(ValueError):
-    """A part, fault, load or break that there is not; the sentence names those that there are."""
+    """An unknown part, fault, load or break; the sentence names the known ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Planned:
         return Row(self.part.name, self.fault.name, not_run=self.not_run)
 
 
-def known(kind: str, names: Sequence[str], there: Mapping[str, object]) -> tuple[str, ...]:
-    """Returns the names, or all that there are if none is given.
+def known(kind: str, names: Sequence[str], every: Mapping[str, object]) -> tuple[str, ...]:
+    """Returns the names, or every one if none is given.
 
     Raises:
         UnknownNameError: one is unknown.
     """
     for name in names:
-        if name not in there:
-            raise UnknownNameError(f"There is no {kind} {name!r}; choose from {', '.join(there)}.")
-    return tuple(name for name in there if name in names) if names else tuple(there)
+        if name not in every:
+            raise UnknownNameError(f"Unknown {kind} {name!r}; choose from {', '.join(every)}.")
+    return tuple(name for name in every if name in names) if names else tuple(every)
 
 
 def planned(
@@ -72,7 +72,7 @@ def broken(names: Sequence[str]) -> list[Break]:
     """Returns the suites to run: those that are deliberately wrong, all of them for `all`, or the right one.
 
     Raises:
-        UnknownNameError: there is no such suite.
+        UnknownNameError: a name is unknown.
     """
     if not names:
         return [NOTHING]
@@ -86,5 +86,5 @@ def missing(rows: Collection[Planned]) -> list[str]:
         if row.not_run:
             reasons.setdefault(row.not_run, []).append(f"{row.part.name}/{row.fault.name}")
     able = sum(len(row.loads) for row in rows if not row.not_run)
-    said = [f"Not run, {reason}: {', '.join(names)}." for reason, names in reasons.items()]
-    return [*said, f"{able} cells run."] if said else []
+    sentences = [f"Not run, {reason}: {', '.join(names)}." for reason, names in reasons.items()]
+    return [*sentences, f"{able} cells run."] if sentences else []

@@ -93,7 +93,7 @@ async def receive(fault: Fault) -> Outcome:
     shared: MultiplexedCall[Any, Any] = MultiplexedCall(
         "peer", cast(Any, None), cast(Any, None), preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
     )
-    shared._session, shared._established = cast(Any, Session()), True
+    shared._session, shared._announced = cast(Any, Session()), preprocess_pb2.TokenizeAnswers()
     shared.welcome(True)
     outcome = Outcome()
 

@@ -13,15 +13,15 @@ from tests.support.repository import ROOT
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--part", "engine"], "There is no part 'engine'; choose from worker, "),
-        (["--fault", "sigfoo"], "There is no fault 'sigfoo'; choose from sigkill, "),
-        (["--load", "chats"], "There is no load 'chats'; choose from chat, "),
-        (["--break", "everything"], "There is no break 'everything'; choose from migration-off, "),
+        (["--part", "engine"], "Unknown part 'engine'; choose from worker, "),
+        (["--fault", "sigfoo"], "Unknown fault 'sigfoo'; choose from sigkill, "),
+        (["--load", "chats"], "Unknown load 'chats'; choose from chat, "),
+        (["--break", "everything"], "Unknown break 'everything'; choose from migration-off, "),
         (["--part", "router", "--fault", "flushall"], "None of these faults happens to these parts"),
-        (["--part", "router", "--fault", "sigkill", "--other", "nowhere"], "--other: there is no folder nowhere."),
+        (["--part", "router", "--fault", "sigkill", "--other", "nowhere"], "--other: nowhere is not a folder."),
     ],
 )
-def test_fault_matrix_with_a_wrong_option_says_what_there_is_and_ends_with_2(options: list[str], said: str) -> None:
+def test_fault_matrix_with_a_wrong_option_names_the_known_ones_and_ends_with_2(options: list[str], said: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "fault_matrix.py"), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2

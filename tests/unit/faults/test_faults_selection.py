@@ -37,19 +37,19 @@ def test_planned_options_choose_cells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "there"),
+    ("options", "kind", "known"),
     [
         ((["engine"], [], []), "part", PARTS),
         (([], ["sigfoo"], []), "fault", FAULTS),
         (([], [], ["chats"]), "load", LOADS),
     ],
 )
-def test_planned_with_an_unknown_name_says_what_there_is(
-    options: tuple[list[str], list[str], list[str]], kind: str, there: dict[str, object]
+def test_planned_with_an_unknown_name_names_the_known_ones(
+    options: tuple[list[str], list[str], list[str]], kind: str, known: dict[str, object]
 ) -> None:
-    with pytest.raises(UnknownNameError, match=f"There is no {kind} '.*'; choose from") as caught:
+    with pytest.raises(UnknownNameError, match=f"Unknown {kind} '.*'; choose from") as caught:
         planned(*options, ABLE)
-    assert all(name in str(caught.value) for name in there)
+    assert all(name in str(caught.value) for name in known)
 
 
 def test_planned_fault_that_no_part_has_is_an_error() -> None:
@@ -57,7 +57,7 @@ def test_planned_fault_that_no_part_has_is_an_error() -> None:
         planned(["router"], ["flushall"], [], ABLE)
 
 
-def test_planned_pairs_run_only_where_there_are_pairs() -> None:
+def test_planned_pairs_run_only_in_their_topology() -> None:
     assert planned(["prefill-worker"], ["sigkill"], ["pairs"], ABLE)
     with pytest.raises(UnknownNameError):
         planned(["worker"], ["sigkill"], ["pairs"], ABLE)
@@ -87,7 +87,7 @@ def test_upgrade_without_another_tree_is_not_run(tmp_path: Path) -> None:
     assert with_tree.not_run == ""
 
 
-def test_break_that_there_is_not_is_an_error() -> None:
+def test_unknown_break_is_an_error() -> None:
     assert [found.name for found in broken(())] == [""]
     assert [found.name for found in broken(["migration-off"])] == ["migration-off"]
     assert [found.name for found in broken(["all"])] == list(BREAKS)
@@ -95,7 +95,7 @@ def test_break_that_there_is_not_is_an_error() -> None:
         broken(["everything"])
 
 
-def test_every_break_turns_a_row_red_that_there_is() -> None:
+def test_every_break_turns_a_known_row_red() -> None:
     for found in BREAKS.values():
         part, fault = found.red
         assert planned([part], [fault], [], ABLE)

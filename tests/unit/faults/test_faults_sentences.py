@@ -49,7 +49,7 @@ def test_excuse_of_clients_that_asked_the_other_gateway_is_its_sentence() -> Non
     assert excuse(cell("gateway", "sigkill", "chat", "request 0, +1.0 s: 502", retried=3)) == ""
 
 
-def test_sentences_name_parts_faults_and_loads_that_there_are() -> None:
+def test_sentences_name_known_parts_faults_and_loads() -> None:
     for sentence in SENTENCES:
         assert set(sentence.parts) <= PARTS.keys()
         assert set(sentence.faults) <= FAULTS.keys()

@@ -95,8 +95,7 @@ class JsonIntake:
             SluiceError: INVALID_ARGUMENT for a text that is not JSON or exceeds a budget, TOO_LARGE, UNAVAILABLE if
                 the turn does not come in time; whatever `check` raises.
         """
-        if self._max_bytes is not None:
-            self._check_length(text, self._max_bytes)
+        self._check_length(text)
         if len(text) <= LARGE_BYTES:
             self._checked(text, check)
             return self._whole(text)
@@ -106,14 +105,14 @@ class JsonIntake:
 
     def parse_now(self, text: bytes) -> Any:
         """Returns a parsed text, without a turn: for short texts and threads; raises as `parse`."""
-        if self._max_bytes is not None:
-            self._check_length(text, self._max_bytes)
+        self._check_length(text)
         self._checked(text, None)
         return self._whole(text)
 
-    def _check_length(self, text: bytes, most: Budget) -> None:
-        subject = f"{self._subject} has {len(text)} bytes, which"
-        most.check(len(text), subject, param=self._param, kind=ErrorKind.TOO_LARGE)
+    def _check_length(self, text: bytes) -> None:
+        if self._max_bytes is not None:
+            subject = f"{self._subject} has {len(text)} bytes, which"
+            self._max_bytes.check(len(text), subject, param=self._param, kind=ErrorKind.TOO_LARGE)
 
     def _checked(self, text: bytes, check: Check | None) -> None:
         """Checks values and depth of a text, and makes further checks."""

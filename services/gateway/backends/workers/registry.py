@@ -84,7 +84,7 @@ class WorkerEntry:
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
 
 
-class WorkersByName(UserDict[str, WorkerEntry]):
+class RegisteredWorkers(UserDict[str, WorkerEntry]):
     """The registered workers by id; those of one model cost one look-up, however many there are."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class WorkerRegistry:
         self._on_up = on_up
         self._on_down = on_down
         self._owner = owner
-        self.workers = WorkersByName()
+        self.workers = RegisteredWorkers()
         self.set_aside: dict[str, tuple[str, str]] = {}
         self._remembered_models: dict[str, None] = {}  # ordered by the last change of a worker
         self.synced = False
@@ -199,8 +199,7 @@ class WorkerRegistry:
         """
         kept = {name: value for name, value in self._media_fingerprints.items() if name in self._remembered_models}
         self._media_fingerprints = {**kept, **fingerprints}
-        for worker_id, entry in [*self.workers.items()]:
-            self.workers[worker_id] = self._compared(entry)
+        self.workers.update({name: self._compared(entry) for name, entry in self.workers.items()})
 
     def _compared(self, entry: WorkerEntry) -> WorkerEntry:
         known = self.workers.get(entry.worker_id)
@@ -282,9 +281,8 @@ class WorkerRegistry:
             del self._remembered_models[next(iter(self._remembered_models))]
 
     def _down(self, worker_id: str) -> None:
-        entry = self.workers.get(worker_id)
+        entry = self.workers.pop(worker_id, None)
         if entry is not None:
-            del self.workers[worker_id]
             self._remember(entry.model)
             log.info("worker is down", extra={"worker": worker_id})
             self._on_down(worker_id)

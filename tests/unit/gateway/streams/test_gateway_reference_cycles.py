@@ -91,7 +91,7 @@ class Message:
 async def test_failed_calls_on_a_shared_stream(timeout_s: float) -> None:
     stream: MultiplexedCall[Any, Any] = MultiplexedCall("peer", cast(Any, None), cast(Any, None), dict, dict)
     stream._session = cast(Any, SimpleNamespace(wake=lambda: None, close=lambda: None))
-    stream._established = True
+    stream._announced = Message()
     stream._welcome.set()
 
     async def call() -> None:
