@@ -148,14 +148,24 @@ def _suite(
 
 
 def _turns(name: str, load: tuple[int, int, int, int], targets: Mapping[str, Target], rounds: int) -> list[Row]:
-    """Returns the medians of a load, by system; the first round warms up and is not counted."""
+    """Returns the medians of a load, by system; the first round warms up and is not counted.
+
+    A peer of which every request of a warm-up fails is left out, which is printed.
+    """
     seen: dict[str, list[Row]] = {system: [] for system in targets}
     for turn in range(rounds + 1):
-        for system, target in targets.items():
+        for system in list(seen):
             print(f"{name}: {system}, round {turn}", file=sys.stderr)
-            measured = _measure(load, target)
-            for error, count in measured["errors"].items():
-                print(f"{name}: {system}, round {turn}: {count} × {error}", file=sys.stderr)
+            try:
+                measured = _measure(load, targets[system])
+            except RuntimeError as error:
+                if system.startswith("Sluice"):
+                    raise
+                print(f"{name}: {system}, left out in round {turn}: {error}", file=sys.stderr)
+                del seen[system]
+                continue
+            for message, count in measured["errors"].items():
+                print(f"{name}: {system}, round {turn}: {count} × {message}", file=sys.stderr)
             if turn:
                 seen[system].append(measured)
     summaries = {system: _summary(rows) for system, rows in seen.items()}

@@ -135,8 +135,12 @@ class ReplicaSet(Generic[S]):
             await asyncio.sleep(0.05)
         return True
 
-    def pick(self, exclude: frozenset[str] = frozenset()) -> Replica[S]:
+    def pick(self, exclude: frozenset[str] = frozenset(), prefer: S | None = None) -> Replica[S]:
         """Returns the healthy replica with the fewest calls in progress.
+
+        Args:
+            exclude: addresses of replicas that are not returned.
+            prefer: stub of the replica that is returned if it is healthy.
 
         Raises:
             SluiceError: UNAVAILABLE when none is ready, or when all have stopped responding (`circuit_open`).
@@ -157,6 +161,10 @@ class ReplicaSet(Generic[S]):
             )
         if len(passable) == 1:
             return passable[0]
+        if prefer is not None:
+            for replica in passable:
+                if replica.stub is prefer:
+                    return replica
         chosen = idlest(passable, lambda replica: replica.outstanding)
         assert chosen is not None
         return chosen
@@ -169,6 +177,7 @@ class ReplicaSet(Generic[S]):
         attempts: int = 2,
         hedge: str = "",
         waits: bool = False,
+        prefer: S | None = None,
     ) -> A:
         """Makes an idempotent unary call; if a replica is unreachable, retries on another before the deadline.
 
@@ -176,6 +185,7 @@ class ReplicaSet(Generic[S]):
             hedge: name of a group of calls of similar duration; a call slower than 95 of 100 of them is also sent
                 to a second replica, and the first response wins. Empty: never.
             waits: the service waits for others in this call, so that a timeout does not count against the replica.
+            prefer: stub of the replica that is called first if it is healthy; without `hedge`.
 
         Raises:
             SluiceError: the service's error, or UNAVAILABLE / DEADLINE_EXCEEDED of the client.
@@ -188,7 +198,7 @@ class ReplicaSet(Generic[S]):
             try:
                 if hedge and len(self._replicas) > 1 and len(self.serving) > len(tried) + 1:
                     return await self._hedged(method, request, deadline, tried, hedge)
-                return await self._once(method, request, deadline, tried, waits)
+                return await self._once(method, request, deadline, tried, waits, prefer)
             except SluiceError as cause:
                 elsewhere = any(other.address not in tried and other.breaker.passable for other in self.serving)
                 retryable = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
@@ -204,10 +214,11 @@ class ReplicaSet(Generic[S]):
         deadline: float,
         tried: list[str],
         waits: bool = False,
+        prefer: S | None = None,
     ) -> A:
         """Makes the call on one replica, which is added to `tried`; raises SluiceError."""
         loop = asyncio.get_running_loop()
-        replica = self.pick(frozenset(tried))
+        replica = self.pick(frozenset(tried), prefer)
         tried.append(replica.address)
         replica.outstanding += 1
         replica.breaker.try_pass()

@@ -97,9 +97,9 @@ async def suite(count: int, events: list[str] | None = None) -> AsyncIterator[tu
             await host.stop()
 
 
-async def ask(chosen: Set, attempts: int = 2, timeout_s: float = DEADLINE_S) -> str:
+async def ask(chosen: Set, attempts: int = 2, timeout_s: float = DEADLINE_S, prefer: Any = None) -> str:
     answer: worker_pb2.GetInfoResponse = await chosen.call(
-        lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), timeout_s, attempts
+        lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), timeout_s, attempts, prefer=prefer
     )
     return answer.worker_id
 
@@ -123,6 +123,15 @@ async def test_a_busy_replica_gets_fewer() -> None:
         assert hosts[0].worker.calls == before
         hosts[0].worker.gate.set()
         await asyncio.gather(*stuck)
+
+
+async def test_call_with_a_preferred_replica_reaches_it_while_it_serves() -> None:
+    async with suite(2) as (hosts, chosen):
+        first = next(replica.stub for replica in chosen.serving if replica.address == hosts[0].address)
+        assert [await ask(chosen, prefer=first) for _ in range(20)] == ["w0"] * 20
+        await hosts[0].stop()
+        await until(lambda: len(chosen.serving) == 1)
+        assert [await ask(chosen, prefer=first) for _ in range(5)] == ["w1"] * 5
 
 
 async def test_dead_replica_costs_no_call_and_a_returned_one_serves_again() -> None:

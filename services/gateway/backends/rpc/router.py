@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,8 @@ MAX_PENDING_REPORTS = 100_000
 REPORT_RETRY_S = 1.0
 REPORT_DELAY_S = 0.02
 """How long reports collect before they are sent; much shorter than the prefills that they tell the router about."""
+DECIDER_TIMEOUT_S = 1.0
+"""How long the replica that decided has to take a report, before any other gets it."""
 
 _RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 _QUERY_ONLY = router_pb2.RouteQueryRequest.MODE_QUERY_ONLY
@@ -37,8 +39,9 @@ T = TypeVar("T")
 class RouterClient:
     """Sends calls to the least loaded router replica.
 
-    Progress reports (prefill complete, request ended) collect for `REPORT_DELAY_S` and are sent in batches; the end of
-    a request supersedes the report that its prefill is complete.
+    Progress reports (prefill complete, request ended) collect for `REPORT_DELAY_S` and are sent in batches to the
+    replicas that decided, which alone predicted what the requests leave in caches; the end of a request supersedes the
+    report that its prefill is complete.
 
     Args:
         owner: owner of the reservations; the stream of the worker list under this name renews their lease.
@@ -66,6 +69,7 @@ class RouterClient:
         self.owner = owner
         self._limiter = ConcurrencyLimiter("router")
         self._timeout_s = route_timeout_s
+        self._deciders: dict[str, router_pb2_grpc.RouterAsyncStub] = {}  # of reservations whose query went to one only
         self._completed_prefills: dict[str, None] = {}  # in order of arrival
         self._outcomes: list[router_pb2.RequestOutcome] = []
         self._pending_event = asyncio.Event()
@@ -135,11 +139,19 @@ class RouterClient:
             bypass_uncached_tokens=bypass_uncached_tokens,
         )
         effective_timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        asked: list[router_pb2_grpc.RouterAsyncStub] = []
+
+        def route_query(stub: router_pb2_grpc.RouterAsyncStub) -> Any:
+            asked.append(stub)
+            return stub.RouteQuery
+
         await self._limiter.enter(context.current().deadline.left_s)
         try:  # a hedge is idempotent by request id
-            response = await self.replicas.call(_route_query, query, effective_timeout_s, hedge="route")
+            response = await self.replicas.call(route_query, query, effective_timeout_s, hedge="route")
         finally:
             self._limiter.leave()
+        if response.reservation_id and len(asked) == 1:
+            self._deciders[response.reservation_id] = asked[0]
         return Route(
             worker_id=response.decode.worker_id,
             rank=response.decode.data_parallel_rank,
@@ -214,11 +226,54 @@ class RouterClient:
                 await self._all_sent.wait()
 
     async def _send_completed_prefills(self, reservation_ids: list[str]) -> None:
-        request = router_pb2.MarkPrefillCompleteRequest(reservation_ids=reservation_ids)
-        await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
+        calls = []
+        for decider, ids in self._by_decider(reservation_ids, lambda reservation_id: reservation_id):
+            request = router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids)
+            calls.append(self._report(lambda stub: stub.MarkPrefillComplete, request, decider))
+        await _all_succeed(calls)
 
     async def _send_outcomes(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
-        """Sends outcomes to all replicas, as each tracks only its own decisions; one also releases the reservations."""
+        calls = []
+        for decider, group in self._by_decider(outcomes, lambda outcome: outcome.reservation_id):
+            if decider is None:
+                calls.append(self._send_to_all(group))
+            else:
+                ids = [outcome.reservation_id for outcome in group]
+                request = router_pb2.FreeRequestRequest(reservation_ids=ids, outcomes=group)
+                calls.append(self._report(lambda stub: stub.FreeRequest, request, decider))
+        await _all_succeed(calls)
+        for outcome in outcomes:
+            self._deciders.pop(outcome.reservation_id, None)
+
+    def _by_decider(
+        self, reports: Iterable[T], id_of: Callable[[T], str]
+    ) -> list[tuple[router_pb2_grpc.RouterAsyncStub | None, list[T]]]:
+        """Returns the reports for each replica that decided; None: it is not known, or was removed."""
+        serving = {id(replica.stub) for replica in self.replicas.serving}
+        groups: dict[int, tuple[router_pb2_grpc.RouterAsyncStub | None, list[T]]] = {}
+        for report in reports:
+            decider = self._deciders.get(id_of(report))
+            if decider is not None and id(decider) not in serving:
+                decider = None
+            groups.setdefault(id(decider), (decider, []))[1].append(report)
+        return list(groups.values())
+
+    async def _report(
+        self,
+        method: Callable[[router_pb2_grpc.RouterAsyncStub], Any],
+        request: router_pb2.MarkPrefillCompleteRequest | router_pb2.FreeRequestRequest,
+        decider: router_pb2_grpc.RouterAsyncStub | None,
+    ) -> None:
+        """Sends a report to the replica that decided, or to any if that does not take it; raises SluiceError."""
+        if decider is not None:
+            with contextlib.suppress(SluiceError):
+                timeout_s = min(self._timeout_s, DECIDER_TIMEOUT_S)
+                await self.replicas.call(method, request, timeout_s, attempts=1, prefer=decider)
+                return
+        await self.replicas.call(method, request, self._timeout_s)
+
+    async def _send_to_all(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
+        """Sends outcomes to all replicas, several of which may have decided; one also releases the reservations."""
         released: list[object] = []
 
         def release(stub: router_pb2_grpc.RouterAsyncStub) -> Any:
@@ -252,8 +307,14 @@ class RouterClient:
         return True
 
 
-def _route_query(stub: router_pb2_grpc.RouterAsyncStub) -> Any:
-    return stub.RouteQuery
+async def _all_succeed(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Makes calls, and raises the first error once all have ended."""
+    if len(calls) == 1:
+        await calls[0]
+        return
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _score(score: router_pb2.CandidateScore) -> Score:

@@ -6,6 +6,7 @@ the keys; all keys of a model share one hash tag.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 import time
@@ -65,6 +66,8 @@ MAX_PASSED_ON = 32 << 10
 """Bytes of a batch of operations in the feed; of a larger one followers read the rank from the store."""
 READ_AT_ONCE = 512
 QUIET_MS = 500
+FEED_PACE_S = 0.005
+"""Pause between two reads of a busy feed: each costs every router a round trip, whatever it returns."""
 SWEEP_AT_ONCE = 500
 MAX_FOLLOWED = 1_000
 """Models whose changes a router follows at the same time; further ones wait for their turn."""
@@ -259,13 +262,16 @@ class RedisStore(Store):
                 key, "XREAD", "COUNT", READ_AT_ONCE, "BLOCK", QUIET_MS, "STREAMS", key, entry
             )
             changes: list[Change] = []
-            for entry_id, flat in reply[0][1] if reply else ():
+            entries = reply[0][1] if reply else ()
+            for entry_id, flat in entries:
                 entry, number, fields = entry_id, number + 1, _pairs(flat)
                 if int(fields[b"n"]) != number:
                     raise FellBehind
                 if (change := _change(fields)) is not None:
                     changes.append(change)
             yield changes
+            if 0 < len(entries) < READ_AT_ONCE:
+                await asyncio.sleep(FEED_PACE_S)
 
     async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         args: list[str | bytes | int | float] = [

@@ -11,6 +11,7 @@ import pytest
 from services.common.base.errors import ErrorKind, SluiceError, unavailable
 from services.gateway.backends.rpc import router
 from services.gateway.backends.rpc.router import RouterClient
+from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2
 
 
@@ -32,6 +33,9 @@ class Replica:
         self._fail()
         self.frees.append(request)
 
+    async def RouteQuery(self, request: router_pb2.RouteQueryRequest, timeout: float) -> router_pb2.RouteQueryResponse:
+        return router_pb2.RouteQueryResponse(reservation_id=request.request_id)
+
     def _fail(self) -> None:
         if self.failures:
             self.failures -= 1
@@ -39,15 +43,24 @@ class Replica:
 
 
 class Replicas:
-    """A replica set that calls its first replica."""
+    """A replica set that calls its first replica, or the preferred one; with `hedges`, each query goes to all."""
 
     def __init__(self, *serving: Replica) -> None:
         self.serving = serving
+        self.hedges = False
 
     async def call(
-        self, method: Callable[[Replica], Callable[..., Awaitable[Any]]], request: Any, timeout_s: float
+        self,
+        method: Callable[[Replica], Callable[..., Awaitable[Any]]],
+        request: Any,
+        timeout_s: float,
+        attempts: int = 2,
+        hedge: str = "",
+        prefer: Replica | None = None,
     ) -> Any:
-        return await method(self.serving[0])(request, timeout=timeout_s)
+        called = self.serving if self.hedges and hedge else (prefer or self.serving[0],)
+        answers = [await method(replica)(request, timeout=timeout_s) for replica in called]
+        return answers[0]
 
 
 @pytest.fixture
@@ -64,6 +77,60 @@ async def client(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     reporting = asyncio.create_task(client.run_reports())
     yield client
     reporting.cancel()
+
+
+async def route(client: RouterClient, request_id: str) -> None:
+    await client.route(request_id, "m", TokenizedPrompt(b"", b"", "", b"", b"", 0, b""), 16)
+
+
+def freed(replica: Replica) -> list[list[str]]:
+    return [list(request.reservation_ids) for request in replica.frees]
+
+
+async def test_outcome_of_a_decision_reaches_only_the_replica_that_decided(
+    client: RouterClient, replicas: Replicas
+) -> None:
+    first, second = replicas.serving
+    await route(client, "a")
+    replicas.serving = second, first
+    await route(client, "b")
+    client.prefill_complete("b")
+    await client.flush_reports(20)
+    client.free("a", 16, 5)
+    client.free("b", 0, 6)
+    await client.flush_reports(20)
+    assert (first.prefills, second.prefills) == ([], [["b"]])
+    assert (freed(first), freed(second)) == ([["a"]], [["b"]])
+    assert [[each.output_tokens for each in replica.frees[0].outcomes] for replica in (first, second)] == [[5], [6]]
+
+
+async def test_outcome_of_a_hedged_query_reaches_every_replica(client: RouterClient, replicas: Replicas) -> None:
+    replicas.hedges = True
+    await route(client, "a")
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    assert [freed(replica) for replica in replicas.serving] == [[["a"]], [[]]]
+
+
+async def test_outcome_that_the_decider_does_not_take_goes_to_another_replica(
+    client: RouterClient, replicas: Replicas
+) -> None:
+    first, second = replicas.serving
+    await route(client, "a")
+    replicas.serving = second, first
+    first.failures = 1
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    assert (freed(first), freed(second)) == ([], [["a"]])
+
+
+async def test_outcome_of_a_removed_decider_reaches_the_others(client: RouterClient, replicas: Replicas) -> None:
+    _, second = replicas.serving
+    await route(client, "a")
+    replicas.serving = (second,)
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    assert freed(second) == [["a"]]
 
 
 async def test_outcomes_of_one_tick_reach_every_replica_and_one_releases_them(

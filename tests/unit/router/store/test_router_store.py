@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,7 +34,7 @@ from services.router.state.reservations.cost import Limits, Load, Offer
 from services.router.state.reservations.table import AllBusy, Reservation, ReservationParams
 from services.router.state.store.base import FellBehind, Lease, Position, Store
 from services.router.state.store.memory import MemoryStore, unix_ms
-from services.router.state.store.redis import RedisStore
+from services.router.state.store.redis import FEED_PACE_S, RedisStore
 from services.router.state.workers.claims import Claim, Hold, Taken
 from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.oracles.errors import raises_error
@@ -112,6 +113,27 @@ async def changes_after(store: Store, position: Position, count: int) -> list[Ch
             if len(found) >= count:
                 break
     return found
+
+
+async def test_follower_of_a_busy_feed_reads_it_at_a_pace(shared_redis: RedisServer, tmp_path: Path) -> None:
+    store = RedisStore(shared_redis.url, prefix=tmp_path.name, timeout_s=10)
+    await store.register(worker("a"), "s", 60_000)
+    position = (await store.load(M)).position
+    reads, changes, count, started = 0, 0, 300, time.monotonic()
+
+    async def change() -> None:
+        for sequence in range(1, count + 1):
+            await apply(store, batch(sequence, sequence))
+
+    changing = asyncio.create_task(change())
+    async with asyncio.timeout(20), aclosing(cast(AsyncGenerator[list[Change]], store.follow(M, position))) as feed:
+        async for some in feed:
+            reads, changes = reads + bool(some), changes + len(some)
+            if changes >= count:
+                break
+    assert reads <= (time.monotonic() - started) / FEED_PACE_S + 1
+    await changing
+    await store.close()
 
 
 async def test_registered_workers_are_loaded(store: Store) -> None:
