@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests s
 
 import typer
 import uvloop
+from growth_gateway import gateway_table, measured_gateway
 from growth_place import Place, Scale, Usage, place
 from line_plot import Panel, plot
 from report import machine, percentiles_ms
@@ -38,7 +39,10 @@ DIMENSIONS: Mapping[str, Sequence[int]] = {
     "sessions": (0, 1_000, 10_000, 100_000),
     "per_s": (50, 100, 200, 400),
 }
+GATEWAY = (0, 100, 1_000)
+"""Workers of other models that a gateway process knows."""
 CLUSTER = (replace(BASE, masters=3), replace(BASE, masters=3, models=12))
+KNOWN = (*DIMENSIONS, "cluster", "gateway", "full")
 TARGET_PER_S = 5_000
 SETTLE_S = 3.0
 PARTS = ("Redis", "routers", "gateways")
@@ -157,22 +161,25 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Measure what a query costs as a fleet grows."""
-    known = [*DIMENSIONS, "cluster", "full"]
-    dimensions = dimension or known
-    if unknown := set(dimensions) - set(known):
-        print(f"Unknown dimension {', '.join(sorted(unknown))}; choose from {', '.join(known)}.", file=sys.stderr)
+    dimensions = dimension or KNOWN
+    if unknown := set(dimensions) - set(KNOWN):
+        print(f"Unknown dimension {', '.join(sorted(unknown))}; choose from {', '.join(KNOWN)}.", file=sys.stderr)
         raise typer.Exit(2)
+    gateways: list[Row] = []
+    for workers in GATEWAY if "gateway" in dimensions else ():
+        print(f"a gateway that knows {workers} workers of other models", file=sys.stderr, flush=True)
+        gateways.append(asyncio.run(measured_gateway(workers, seconds)))
     rows: list[Row] = []
-    for grows, scale in scales(dimensions):
+    for grows, scale in scales([name for name in dimensions if name != "gateway"]):
         print(f"{grows}: {scale}", file=sys.stderr, flush=True)
         rows.append({"grows": grows, **uvloop.run(measured(scale, seconds))})
         print(list(table(rows[-1:]))[-1], file=sys.stderr, flush=True)
     if svg is not None:
         svg.write_text(drawn(rows))
     if as_json:
-        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+        print(json.dumps({"machine": machine(), "rows": rows, "gateways": gateways}, indent=2))
         return
-    print("\n".join(table(rows)))
+    print("\n".join([*table(rows), "", *gateway_table(gateways)]))
     for row in rows:
         if row["grows"] == "full":
             print(f"\n{verdict(row)}")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Annotated, Any
 
+import grpc
 import typer
 import uvloop
 
@@ -37,6 +39,11 @@ def worker_name(number: int) -> str:
     return f"worker-{number:04}"
 
 
+def address_of(number: int, port: int) -> str:
+    """Returns host:port of a worker that gateways can reach: each has a loopback address of its own."""
+    return f"127.1.{number // 250}.{number % 250 + 1}:{port}"
+
+
 def document(number: int) -> bytes:
     """Returns the packed hashes of a prompt's beginning; the worker of this number, modulo all workers, holds them."""
     return Random(number).randbytes(DOCUMENT_BLOCKS * HASH_BYTES)
@@ -50,8 +57,9 @@ def new_blocks(seed: str) -> bytes:
 class FleetWorker:
     """A worker that renews its lease and sends its events."""
 
-    def __init__(self, number: int, model: str, router: str) -> None:
+    def __init__(self, number: int, model: str, router: str, port: int) -> None:
         self._name = worker_name(number)
+        self._address = address_of(number, port) if port else f"{self._name}:50051"
         self._model = model
         self._channel = open_channel(router)
         self._call: Any = router_pb2_grpc.RouterStub(self._channel).Attach(wait_for_ready=True)
@@ -71,7 +79,7 @@ class FleetWorker:
             capabilities=["kv_events"],
         )
         registration = router_pb2.Registration(
-            worker_id=self._name, address=f"{self._name}:50051", epoch=1, card=card, lease_key=bytes(16)
+            worker_id=self._name, address=self._address, epoch=1, card=card, lease_key=bytes(16)
         )
         await self._call.write(router_pb2.AttachRequest(registration=registration))
         answer = await asyncio.wait_for(self._call.read(), WITHIN_S)
@@ -134,8 +142,10 @@ class FleetWorker:
 class Fleet:
     """All workers."""
 
-    def __init__(self, routers: Sequence[str], models: Sequence[str], workers: int) -> None:
-        self._workers = [FleetWorker(at, models[at % len(models)], routers[at % len(routers)]) for at in range(workers)]
+    def __init__(self, routers: Sequence[str], models: Sequence[str], workers: int, port: int) -> None:
+        self._workers = [
+            FleetWorker(at, models[at % len(models)], routers[at % len(routers)], port) for at in range(workers)
+        ]
         self._changed: set[FleetWorker] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -171,6 +181,28 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+async def _idle(messages: Any, context: Any) -> Any:
+    """Serves the session of a gateway that sends no requests."""
+    await context.send_initial_metadata(())
+    async for _ in messages:
+        yield b""
+
+
+@asynccontextmanager
+async def serving(workers: int, port: int) -> AsyncIterator[None]:
+    """Serves sessions at the addresses of all workers; nothing with port 0."""
+    server = grpc.aio.server()
+    handler: Any = grpc.stream_stream_rpc_method_handler(_idle)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("sluice.v1.Worker", {"Session": handler}),))
+    for number in range(workers if port else 0):
+        server.add_insecure_port(address_of(number, port))
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
 async def _run(fleet: Fleet, blocks: int) -> None:
     await fleet.attach(blocks // DOCUMENT_BLOCKS)
     loop = asyncio.get_running_loop()
@@ -189,11 +221,13 @@ def main(
     model: Annotated[list[str], typer.Option(help="repeated; workers are spread over them")],
     workers: Annotated[int, typer.Option(min=1)] = 100,
     blocks: Annotated[int, typer.Option(min=DOCUMENT_BLOCKS, help="that all of them hold")] = 10_000,
+    port: Annotated[int, typer.Option(help="at which gateways reach them, on loopback; 0: nowhere")] = 0,
 ) -> None:
     """Attach workers until stdin ends."""
 
     async def run() -> None:
-        await _run(Fleet(router, model, workers), blocks)
+        async with serving(workers, port):
+            await _run(Fleet(router, model, workers, port), blocks)
 
     uvloop.run(run())
 

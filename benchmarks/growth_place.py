@@ -206,7 +206,7 @@ async def place(scale: Scale) -> AsyncIterator[Place]:
             stack.push_async_callback(gateway.close)
             running.gateways.append(gateway)
         await running.known_to_all(workers=0)
-        running.fleet = await stack.enter_async_context(_fleet(scale, addresses))
+        running.fleet = await stack.enter_async_context(fleet(scale, addresses))
         await running.known_to_all(scale.workers)
         yield running
 
@@ -242,21 +242,23 @@ def _router(port: int, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @asynccontextmanager
-async def _fleet(scale: Scale, routers: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-    options = ["--workers", str(scale.workers), "--blocks", str(scale.blocks)]
+async def fleet(scale: Scale, routers: Sequence[str], port: int = 0) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Attaches workers, which hold their blocks then; with `port`, gateways can connect to them."""
+    options = ["--port", str(port)]
+    options += ["--workers", str(scale.workers), "--blocks", str(scale.blocks)]
     options += [part for address in routers for part in ("--router", address)]
     options += [part for model in scale.model_names for part in ("--model", model)]
     pipe = asyncio.subprocess.PIPE
-    fleet = await asyncio.create_subprocess_exec(sys.executable, str(FLEET), *options, stdin=pipe, stdout=pipe)
+    workers = await asyncio.create_subprocess_exec(sys.executable, str(FLEET), *options, stdin=pipe, stdout=pipe)
     try:
-        assert fleet.stdout is not None
-        if await asyncio.wait_for(fleet.stdout.readline(), WITHIN_S) != b"ready\n":
+        assert workers.stdout is not None
+        if await asyncio.wait_for(workers.stdout.readline(), WITHIN_S) != b"ready\n":
             raise RuntimeError("the workers could not attach")
-        yield fleet
+        yield workers
     finally:
-        if fleet.returncode is None:
-            fleet.terminate()
-        await fleet.wait()
+        if workers.returncode is None:
+            workers.terminate()
+        await workers.wait()
 
 
 async def _remember_sessions(scale: Scale, url: str) -> None:
