@@ -35,7 +35,7 @@ from churn_load import DEADLINE_S, GUEST, ChurnLoad, Seen
 
 from services.common.net.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
+from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.redis_server import RedisServer
 
@@ -139,11 +139,24 @@ class Churn:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class ChurnedSuite:
+    """A suite to churn, and where to look.
+
+    Attributes:
+        metrics: host:port of the metrics of some processes.
+    """
+
+    suite: LooseSuite
+    redis: RedisServer
+    metrics: Mapping[str, str]
+
+
 @contextmanager
 def churned_suite(
     gateway_flags: tuple[str, ...] = (), measured: Sequence[str] = ("postprocess-0",)
-) -> Iterator[tuple[LooseSuite, dict[str, str]]]:
-    """Runs the suite; yields it with the addresses of the metrics of some processes.
+) -> Iterator[ChurnedSuite]:
+    """Runs the suite.
 
     Args:
         measured: processes other than the gateway that have metrics.
@@ -152,7 +165,7 @@ def churned_suite(
         redis = RedisServer(Path(folder))
         redis.start()
         try:
-            model = build_tiny_model(Path(folder) / "tiny")
+            model = build_qwen2_vl(Path(folder) / "tiny")
             metrics = {name: f"127.0.0.1:{free_port()}" for name in measured}
             flags_of: dict[str, tuple[str, ...]] = dict.fromkeys(TIERS["router"], ("--redis-url", redis.url))
             for name in (*TIERS["preprocess"], *TIERS["postprocess"]):
@@ -171,7 +184,7 @@ def churned_suite(
                 preprocess=2,
                 routers=2,
             ) as suite:
-                yield suite, metrics
+                yield ChurnedSuite(suite, redis, metrics)
         finally:
             redis.stop()
 
@@ -228,9 +241,10 @@ def main(
 ) -> None:
     """Churn workers, replicas and a model under load."""
     failed = []
-    with churned_suite() as (suite, metrics):
+    with churned_suite() as churned:
         for number in seed or [1]:
-            good = uvloop.run(run_churn(suite, metrics["postprocess-0"], number, minutes, streams, rate))
+            metrics = churned.metrics["postprocess-0"]
+            good = uvloop.run(run_churn(churned.suite, metrics, number, minutes, streams, rate))
             failed += [] if good else [number]
             print(f"seed {number}, {minutes:g} minutes: {'all as it has to be' if good else 'FAILED'}", flush=True)
     raise typer.Exit(1 if failed else 0)

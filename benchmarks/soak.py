@@ -1,10 +1,11 @@
-"""Hours of churn, rude clients and batches, and what the processes that live through it hold more and more of.
+"""Hours of churn, rude clients, batches and images, and what lives through it holds more and more of.
 
     python benchmarks/soak.py --hours 2 --svg soak.svg
 
-The suite and the churn of `churn.py`; the gateway and the first replica of each tier live throughout. Of each, memory,
-open files, threads and tasks are sampled, and after a warm-up a line is fitted: growth beyond its standard error fails,
-as does any request with another answer than before the churn, and anything left of requests at the end.
+The suite and the churn of `churn.py`; the gateway, the first replica of each tier and Redis live throughout. Of each
+process, memory, open files, threads and tasks are sampled, of Redis memory, keys and reservations, and after a warm-up
+a line is fitted: growth beyond its standard error fails, as does any request with another answer than before the churn,
+and anything left of requests at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,22 +24,20 @@ import httpx
 import psutil
 import typer
 import uvloop
-from churn import TIERS, Churn, churned_suite, nothing_left, report
+from churn import TIERS, Churn, ChurnedSuite, churned_suite, nothing_left, report
 from churn_load import GUEST, ChurnLoad
 from line_plot import Panel, plot
+from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 from slopes import HOUR_S, Slope, slope_of
-from soak_load import run_batches, run_rude
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests starts the suite
-
-from tests.support.servers.loose_suite import LooseSuite
+from soak_load import run_batches, run_images, run_rude
 
 KEPT = ("gateway", "preprocess", "router", "postprocess-0", "worker-0")
-"""The processes that live throughout, which are measured."""
+"""The processes of the suite that live throughout, which are measured."""
+REDIS = "redis"
 CHURNED = {tier: [name for name in names if name not in KEPT] for tier, names in TIERS.items()}
-LEAST = {"memory MiB": 8.0, "files": 3.0, "threads": 1.0, "tasks": 3.0}
+LEAST = {"memory MiB": 8.0, "files": 3.0, "threads": 1.0, "tasks": 3.0, "keys": 10.0, "reservations": 5.0}
 """The least growth in all that is growth, by quantity."""
 SAMPLE_EVERY_S = 5.0
 CALM_S = 10.0
@@ -52,53 +50,65 @@ Key = tuple[str, str]
 
 @dataclass
 class Samples:
-    """What the processes that live throughout held, by process and quantity.
+    """What lived throughout held, by process and quantity."""
 
-    Args:
-        metrics: URL of the metrics of each process.
-    """
-
-    suite: LooseSuite
-    metrics: Mapping[str, str]
+    churned: ChurnedSuite
     points: dict[Key, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     async def take(self, until_s: float) -> None:
         """Samples until a time."""
+        suite = self.churned.suite
+        urls = {"gateway": suite.url, **{name: f"http://{at}" for name, at in self.churned.metrics.items()}}
+        processes = {name: psutil.Process(suite.pid(name)) for name in KEPT}
         started = time.monotonic()
-        processes = {name: psutil.Process(self.suite.pid(name)) for name in KEPT}
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=30) as client, Redis(port=self.churned.redis.port) as redis:
             while time.monotonic() < until_s:
-                for name, process in processes.items():
-                    text = (await client.get(f"{self.metrics[name]}/metrics")).text
-                    held = {
-                        "memory MiB": process.memory_info().rss / 2**20,
-                        "files": float(process.num_fds()),
-                        "threads": float(process.num_threads()),
-                        "tasks": sum(map(float, _TASKS.findall(text))),
-                    }
-                    for quantity, value in held.items():
+                held = {name: await self._held(client, urls[name], processes[name]) for name in KEPT}
+                held[REDIS] = await self._stored(redis)
+                for name, quantities in held.items():
+                    for quantity, value in quantities.items():
                         self.points[name, quantity].append((time.monotonic() - started, value))
                 await asyncio.sleep(SAMPLE_EVERY_S)
 
+    async def _held(self, client: httpx.AsyncClient, url: str, process: psutil.Process) -> dict[str, float]:
+        text = (await client.get(f"{url}/metrics")).text
+        return {
+            "memory MiB": process.memory_info().rss / 2**20,
+            "files": float(process.num_fds()),
+            "threads": float(process.num_threads()),
+            "tasks": sum(map(float, _TASKS.findall(text))),
+        }
 
-async def run_soak(
-    suite: LooseSuite, metrics: Mapping[str, str], seed: int, hours: float, streams: int, rate: float
-) -> tuple[bool, Samples]:
+    async def _stored(self, redis: Redis) -> dict[str, float]:
+        keys = [key async for key in redis.scan_iter("*:reservations", count=1000)]
+        return {
+            "memory MiB": psutil.Process(self.churned.redis.pid).memory_info().rss / 2**20,
+            "keys": float(await redis.dbsize()),
+            "reservations": float(sum([await redis.hlen(key) for key in keys])),
+        }
+
+
+async def run_soak(churned: ChurnedSuite, seed: int, hours: float, streams: int, rate: float) -> tuple[bool, Samples]:
     """Runs all loads beside the churn and the sampling, and prints what became of the requests."""
+    suite = churned.suite
     churn = Churn(suite, random.Random(seed), {**CHURNED, GUEST: TIERS[GUEST]}, guest_since=time.monotonic())
     load = ChurnLoad(suite.url, streams, rate, churn.guest_serves)
     await load.learn()
-    samples = Samples(suite, {"gateway": suite.url, **{name: f"http://{at}" for name, at in metrics.items()}})
+    samples = Samples(churned)
     stop, until_s = asyncio.Event(), time.monotonic() + HOUR_S * hours
-    loads = (load.run(stop), run_rude(suite.url, stop), run_batches(suite.url, load.seen, stop))
-    loading = asyncio.gather(*loads)
+    others = (
+        run_rude(suite.url, stop),
+        run_batches(suite.url, load.seen, stop),
+        run_images(suite.url, load.seen, stop),
+    )
+    loading = asyncio.gather(load.run(stop), *others)
     try:
         await asyncio.gather(churn.run(until_s), samples.take(until_s))
         await asyncio.sleep(CALM_S)
     finally:
         stop.set()
         await loading
-    remaining = await nothing_left(suite, metrics["postprocess-0"])
+    remaining = await nothing_left(suite, churned.metrics["postprocess-0"])
     print(f"events: {churn.events}, longest pause in a stream {load.seen.longest_pause_s:.1f} s")
     report(load.seen, remaining)
     return not load.seen.problems and not any(remaining.values()), samples
@@ -122,7 +132,11 @@ def drawn(points: Mapping[Key, Sequence[tuple[float, float]]]) -> str:
         Panel(
             quantity,
             "minutes",
-            {name: [(time_s / 60, value) for time_s, value in points[name, quantity]] for name in KEPT},
+            {
+                name: [(time_s / 60, value) for time_s, value in points[name, quantity]]
+                for name in (*KEPT, REDIS)
+                if (name, quantity) in points
+            },
             "linear",
             "linear",
         )
@@ -141,8 +155,8 @@ def main(
 ) -> None:
     """Soak a suite for hours, and fit a line to what each process holds."""
     others = [name for name in KEPT if name != "gateway"]
-    with churned_suite(("--files-kept-s", _KEPT_FILES_S), others) as (suite, metrics):
-        good, samples = uvloop.run(run_soak(suite, metrics, seed, hours, streams, rate))
+    with churned_suite(("--files-kept-s", _KEPT_FILES_S), others) as churned:
+        good, samples = uvloop.run(run_soak(churned, seed, hours, streams, rate))
     slopes = {key: slope_of(points) for key, points in samples.points.items()}
     Console(width=120).print(shown(slopes, samples.points))
     if svg is not None:

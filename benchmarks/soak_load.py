@@ -1,4 +1,4 @@
-"""Further loads of `soak.py`: clients that read slowly or leave, and batches."""
+"""Further loads of `soak.py`: clients that read slowly or leave, batches, and images."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import asyncio
 import json
 import random
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from churn_load import MODEL, Seen, body_of
+from churn_load import DEADLINE_S, MODEL, Seen, body_of
 from rude import leaver, slow
+
+from tests.support.clients.chat_answers import streamed
+from tests.support.clients.image_parts import image_url, user_message
 
 LEAVERS, SLOW = 4, 2
 SLOW_FOR_S = 20.0
 BATCH_LINES = 20
 BATCH_WITHIN_S = 120.0
 EVERY_S = 5.0
+IMAGES, IMAGE_EVERY_S = 12, 1.0
+IMAGE_TOKENS = 40
 _ENDED = frozenset(("completed", "failed", "cancelled", "expired"))
 
 
@@ -82,3 +88,28 @@ async def _run_batch(client: httpx.AsyncClient, seen: Seen) -> None:
     for name in (batch.get("output_file_id"), batch.get("error_file_id"), batch["input_file_id"]):
         if name:
             await client.delete(f"/v1/files/{name}")
+
+
+async def run_images(url: str, seen: Seen, stop: asyncio.Event) -> None:
+    """Asks about one image after the other; each answer has to be the first one about that image."""
+    first: dict[int, tuple[object, ...]] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=2 * DEADLINE_S) as client:
+        number = 0
+        while not stop.is_set():
+            number = (number + 1) % IMAGES
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    answer = await streamed(client, _about_image(number), lambda: None)
+            except (AssertionError, TimeoutError, httpx.HTTPError) as error:
+                seen.add_problem("image failed", f"image {number}: {type(error).__name__} {error}")
+                continue
+            if answer.same != first.setdefault(number, answer.same):
+                seen.add_problem("image differs", f"image {number}: {answer.same}")
+            else:
+                seen.answered["image"] += 1
+            await asyncio.sleep(IMAGE_EVERY_S)
+
+
+def _about_image(number: int) -> dict[str, Any]:
+    message = user_message(image_url((20 * number, 90, 200)), {"type": "text", "text": f"Describe image {number}."})
+    return {"model": MODEL, "messages": [message], "max_tokens": IMAGE_TOKENS, "ignore_eos": True, "seed": number}
