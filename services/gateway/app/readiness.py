@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from services.common.base.errors import not_found
+from services.common.discovery.handoff_forms import can_hand_over
 from services.gateway.admission.permit import Permit
 from services.gateway.backends.rpc.preprocess import PreprocessClient
 from services.gateway.backends.rpc.router import RouterClient
@@ -100,8 +101,11 @@ class Readiness:
         if not permit.may_use(model):
             raise not_found("The model does not exist.", param="model", code="model_not_found")
         entries = [entry for entry in self._registry.of_model(model) if self._is_connected(entry.worker_id)]
-        roles = {entry.role for entry in entries}
-        complete = any(entry.runs_alone for entry in entries) or roles >= {Role.PREFILL, Role.DECODE}
+        prefill, decode = (
+            {one.handoff_form for one in entries if one.role is role} for role in (Role.PREFILL, Role.DECODE)
+        )
+        paired = any(can_hand_over(ours, theirs) for ours in prefill for theirs in decode)
+        complete = paired or any(entry.runs_alone for entry in entries)
         return {"ready": self.state()["ready"] and complete, "workers": len(entries)}
 
     def _is_connected(self, worker_id: str) -> bool:

@@ -14,6 +14,7 @@ from services.common.base.budgets import Budget
 from services.common.base.errors import MAX_ADDRESS_LENGTH, check_name, invalid, quoted
 from services.common.base.packing import pack_u64
 from services.common.base.shared_steps import shared_step
+from services.common.discovery.handoff_forms import handoff_form_of
 from services.common.discovery.worker_checks import check_worker
 from services.common.net.addresses import is_reachable
 from services.common.security.identity import ANONYMOUS, Caller
@@ -148,6 +149,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         fingerprint=card.tokenizer.fingerprint,
         prompt_fingerprint=card.tokenizer.prompt_fingerprint,
         named_by_server=registration.named_by_server,
+        handoff_form=handoff_form_of(registration.engine, registration.engine_version),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.base.errors import ErrorKind, SluiceError, overloaded, unavailable
+from services.common.discovery.handoff_forms import can_hand_over
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
 from services.router.state.kv_index.index import NO_OVERLAP, Overlap
@@ -16,6 +17,8 @@ from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 LOCAL_PREFILL = "local_prefill"  # capability of decode workers that can prefill
 FEW_UNCACHED = "few_uncached_tokens"
+NO_PARTNER = "no_partner"
+"""Why prefill workers are skipped of which none runs the engine of a decode worker, in its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,18 @@ class DisaggRules:
 class EligibleWorkers:
     """Workers eligible for a request: a pair from `prefill` and `decode` if both are set, else one of `standalone`.
 
-    `skipped` is the reason for not using available prefill workers.
+    Each of `prefill` and `decode` has a partner among the others. `skipped` is the reason for not using available
+    prefill workers.
     """
 
     standalone: Sequence[Worker] = ()
     prefill: Sequence[Worker] = ()
     decode: Sequence[Worker] = ()
     skipped: str = ""
+
+    def partners(self, decode: Worker) -> Sequence[Worker]:
+        """Returns the prefill workers that can hand over to a decode worker."""
+        return [worker for worker in self.prefill if can_hand_over(worker.handoff_form, decode.handoff_form)]
 
 
 class DisaggPlanner:
@@ -116,11 +124,19 @@ class DisaggPlanner:
         prefill = [worker for worker in eligible if worker.role is Role.PREFILL]
         decode = [worker for worker in eligible if worker.role is Role.DECODE]
         standalone = [worker for worker in eligible if _runs_alone(worker)]
+        both = bool(prefill and decode)
+        prefill, decode = _paired(prefill, decode)
+        if both and not prefill and not query.require_pair:
+            if rules.enforce or not standalone:
+                raise _no_partner(eligible[0].model)
+            return EligibleWorkers(standalone, skipped=NO_PARTNER)
         if query.require_pair or (prefill and decode):
             limit = self._bypass_limit(query)
             bypassing = [worker for worker in standalone if limit and _left(worker, blocks, overlaps) <= limit]
             if bypassing and blocks.tokens:
                 return EligibleWorkers(bypassing, skipped=FEW_UNCACHED)
+            if both and not prefill:
+                raise _no_partner(eligible[0].model)
             if not (prefill and decode):
                 raise unavailable(
                     f"Model {eligible[0].model!r} has no available pair of a prefill and a decode worker, which this "
@@ -176,6 +192,17 @@ def _left(worker: Worker, blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]
     return blocks.tokens - blocks.size * max(overlaps.get(slot, NO_OVERLAP).device for slot in worker.slots)
 
 
+def _paired(prefill: list[Worker], decode: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Returns the workers of each half that have a partner in the other one."""
+    forms = [{worker.handoff_form for worker in half} for half in (prefill, decode)]
+    if len(forms[0] | forms[1]) < 2:
+        return prefill, decode
+    return (
+        [worker for worker in prefill if any(can_hand_over(worker.handoff_form, form) for form in forms[1])],
+        [worker for worker in decode if any(can_hand_over(worker.handoff_form, form) for form in forms[0])],
+    )
+
+
 def _runs_alone(worker: Worker) -> bool:
     return worker.role is Role.AGGREGATED or (worker.role is Role.DECODE and LOCAL_PREFILL in worker.capabilities)
 
@@ -199,5 +226,13 @@ def _allowed(workers: Sequence[Worker], allowed: frozenset[str]) -> list[Worker]
 def _no_prefill(model: str) -> SluiceError:
     return unavailable(
         f"Model {model!r} has decode workers but no prefill worker at the moment; retry later.",
+        code="no_prefill_workers",
+    )
+
+
+def _no_partner(model: str) -> SluiceError:
+    return unavailable(
+        f"No prefill worker of model {model!r} runs the engine of a decode worker, in its version, so none can hand "
+        "over to it: start a prefill worker of the decode workers' version.",
         code="no_prefill_workers",
     )

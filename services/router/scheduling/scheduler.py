@@ -98,18 +98,36 @@ class Scheduler:
         if not eligible.prefill:
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, eligible.skipped
         try:
-            decode = await self._selector.select(request, Part.DECODE, eligible.decode)
-            if decode.choice.repeated and decode.worker not in eligible.decode:
-                return decode, None, ""  # reserved on one worker while no prefill worker was available
-            try:
-                return decode, await self._selector.select(request, Part.PREFILL, eligible.prefill), ""
-            except BaseException:
-                await self._selector.give_back(request, Part.DECODE, decode)
-                raise
+            return *await self._select_pair(request, eligible), ""
         except AllBusy:
             if not eligible.standalone:
                 raise
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, PAIR_BUSY
+
+    async def _select_pair(
+        self, request: SchedulingRequest, eligible: EligibleWorkers
+    ) -> tuple[Selection, Selection | None]:
+        """Returns a decode worker and a prefill worker that can hand over to it; none if the decode worker was reserved
+        alone before.
+
+        Raises:
+            AllBusy: every pair is over its busy thresholds.
+        """
+        left = eligible.decode
+        while True:
+            decode = await self._selector.select(request, Part.DECODE, left)
+            if decode.choice.repeated and decode.worker not in eligible.decode:
+                return decode, None  # reserved on one worker while no prefill worker was available
+            try:
+                return decode, await self._selector.select(request, Part.PREFILL, eligible.partners(decode.worker))
+            except AllBusy:
+                await self._selector.give_back(request, Part.DECODE, decode)
+                left = [worker for worker in left if worker.handoff_form != decode.worker.handoff_form]
+                if not left:
+                    raise
+            except BaseException:
+                await self._selector.give_back(request, Part.DECODE, decode)
+                raise
 
     def _route(
         self,

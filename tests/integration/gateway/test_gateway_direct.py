@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind:
         with pytest.raises(SluiceError) as refused:
             await stage.ask(REQUEST)
         assert (refused.value.kind, refused.value.code) == (kind, code)
+        await stage.quiet()
+
+
+async def test_named_pair_of_two_versions_is_refused(folder: Path) -> None:
+    async with staged(folder, roles=("prefill", "decode"), config=DIRECT) as stage:
+        workers = stage.pipeline.registry.workers
+        for name, version in (("w0", "1"), ("w1", "2")):
+            workers[name] = replace(workers[name], engine="vllm", engine_version=version)
+        context.enter(RequestContext(hints=RoutingHints(workers=("w1",), prefill=("w0",))))
+        with pytest.raises(SluiceError, match="runs vllm 1 and cannot hand over to w1, which runs vllm 2") as refused:
+            await stage.ask(REQUEST)
+        assert (refused.value.http_status, refused.value.code) == (400, "wrong_role")
         await stage.quiet()
 
 

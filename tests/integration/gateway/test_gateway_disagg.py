@@ -298,3 +298,21 @@ async def test_without_a_router_the_pair_is_made_here(folder: Path) -> None:
         assert heard.finish is not None
         assert heard.finish.degraded == ("router_unavailable",)
         await stage.quiet()
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+async def test_without_a_router_pair_is_made_of_one_version_only(folder: Path, version: str) -> None:
+    async with staged(folder, roles=("prefill", "decode", "decode")) as stage:
+
+        async def away(*arguments: Any, **more: Any) -> Any:
+            raise no_answer("away")
+
+        stage.reservations.route = away  # type: ignore[method-assign]
+        workers = stage.pipeline.registry.workers
+        for name, runs in (("w0", version), ("w1", "1"), ("w2", "2")):
+            alone = workers[name].capabilities - {"local_prefill"}
+            workers[name] = replace(workers[name], engine="vllm", engine_version=runs, capabilities=alone)
+        for number in range(6):
+            _, route = await stage.pipeline.query(asking(f"away-{number}", "Hi."))
+            assert (route.prefill_worker_id, route.worker_id) == ("w0", f"w{version}")
+        await stage.quiet()

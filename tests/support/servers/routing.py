@@ -40,6 +40,7 @@ def worker(
     size: int = BLOCK,
     blocks: int = 1000,
     capabilities: tuple[str, ...] = (),
+    handoff_form: str = "",
 ) -> Worker:
     return Worker(
         worker_id,
@@ -53,6 +54,7 @@ def worker(
         ranks,
         b"",
         capabilities=capabilities,
+        handoff_form=handoff_form,
     )
 
 

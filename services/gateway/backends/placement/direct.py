@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 from services.common.base.errors import ErrorKind, SluiceError, invalid
+from services.common.discovery.handoff_forms import can_hand_over
 from services.gateway.backends.placement.interfaces import Placement, PlacementRequest
 from services.gateway.backends.placement.selector import CONNECT_SHARE, no_such_worker
 from services.gateway.backends.rpc.worker_link import WorkerLink
@@ -126,6 +127,10 @@ def _check_roles(hints: RoutingHints, entry: WorkerEntry, prefill: WorkerEntry |
         wrong, source = (prefill, prefilling) if prefill.role is not Role.PREFILL else (entry, answering)
         role = wrong.role.name.lower()
         raise _wrong_role(wrong, source, f"has the role {role}; a pair needs a prefill and a decode worker")
+    if prefill is not None and not can_hand_over(prefill.handoff_form, entry.handoff_form):
+        other = f"{entry.worker_id}, which runs {entry.handoff_form}"
+        problem = f"runs {prefill.handoff_form} and cannot hand over to {other}; name workers of one version"
+        raise _wrong_role(prefill, prefilling, problem)
 
 
 def _wrong_role(worker: WorkerEntry, source: str, problem: str) -> SluiceError:

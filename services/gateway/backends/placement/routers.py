@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.common.base.errors import unavailable
+from services.common.discovery.handoff_forms import can_hand_over
 from services.gateway.backends.placement.interfaces import AllWorkers, PlacementRequest
 from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.capabilities import LOAD_ONLY_POLICY
@@ -69,13 +70,20 @@ class LocalRouter:
             alone = self._connections.least_busy([entry.worker_id for entry in workers if entry.runs_alone])
             if alone is not None:
                 return Route(alone.worker_id)
-        if not placement_request.alone and pairs.mode != "off":
-            decode = self._least_busy(workers, Role.DECODE)
-            prefill = self._least_busy(workers, Role.PREFILL)
-            if decode is not None and prefill is not None:
-                return Route(decode, prefill_worker_id=prefill)
+        pair = None if placement_request.alone or pairs.mode == "off" else self._least_busy_pair(workers)
+        if pair is not None:
+            prefill, decode = pair
+            return Route(decode, prefill_worker_id=prefill)
         raise unavailable("No connected worker can run this request; try again later.", code="no_workers")
 
-    def _least_busy(self, workers: Sequence[WorkerEntry], role: Role) -> str | None:
-        link = self._connections.least_busy([entry.worker_id for entry in workers if entry.role is role])
-        return None if link is None else link.worker_id
+    def _least_busy_pair(self, workers: Sequence[WorkerEntry]) -> tuple[str, str] | None:
+        """Returns the ids of a prefill worker and of a decode worker to which it can hand over."""
+        prefill = {entry.worker_id: entry.handoff_form for entry in workers if entry.role is Role.PREFILL}
+        left = {entry.worker_id: entry.handoff_form for entry in workers if entry.role is Role.DECODE}
+        while (decode := self._connections.least_busy([*left])) is not None:
+            form = left[decode.worker_id]
+            partners = [name for name, handoff_form in prefill.items() if can_hand_over(handoff_form, form)]
+            if (partner := self._connections.least_busy(partners)) is not None:
+                return partner.worker_id, decode.worker_id
+            left = {name: handoff_form for name, handoff_form in left.items() if handoff_form != form}
+        return None

@@ -13,6 +13,7 @@ import grpc
 
 from services.common.base.errors import MAX_NAME_LENGTH, SluiceError, not_found, quoted, unavailable
 from services.common.base.tasks import asked_to_end
+from services.common.discovery.handoff_forms import handoff_form_of
 from services.common.discovery.tokenizer_agreement import differing_kinds
 from services.common.discovery.worker_checks import check_worker
 from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, keepalive_ms_of
@@ -82,6 +83,11 @@ class WorkerEntry:
     def runs_alone(self) -> bool:
         """Whether the worker can run both prefill and decode of a request."""
         return self.role is Role.AGGREGATED or (self.role is Role.DECODE and LOCAL_PREFILL in self.capabilities)
+
+    @property
+    def handoff_form(self) -> str:
+        """Form of what it hands over to, or takes from, the other half of a pair; empty: unknown."""
+        return handoff_form_of(self.engine, self.engine_version)
 
 
 class RegisteredWorkers(UserDict[str, WorkerEntry]):

@@ -56,6 +56,7 @@ class Worker:
         caller: identifies the process together with `lease_digest`, as in Claim.
         fingerprint: of its tokenizer's files; `prompt_fingerprint` of the ids that it gives to fixed chats.
         named_by_server: the engine's server chose the model's name, not the operator.
+        handoff_form: form of what it hands over to, or takes from, the other half of a pair; empty: unknown.
         set_aside: why it receives no requests, as in `joining`; empty: it does.
     """
 
@@ -79,6 +80,7 @@ class Worker:
     fingerprint: str = ""
     prompt_fingerprint: str = ""
     named_by_server: bool = False
+    handoff_form: str = ""
     set_aside: str = ""
 
     @property

@@ -6,13 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from services.common.base.errors import ErrorKind
+from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.packing import pack_u64
 from services.common.types.hashing import block_hashes
 from services.router.router import RouterConfig
 from services.router.rpc.queries import decision_of, query_of, response_of
-from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
+from services.router.scheduling.disaggregation import FEW_UNCACHED, NO_PARTNER, DisaggRules
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import Thresholds
 from services.router.state.kv_index.index import Overlap
@@ -25,12 +27,12 @@ from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 NEVER_S = 3600.0
 
 
-def prefill(name: str) -> Worker:
-    return worker(name, role=Role.PREFILL)
+def prefill(name: str, runs: str = "") -> Worker:
+    return worker(name, role=Role.PREFILL, handoff_form=runs)
 
 
-def decode(name: str, alone: bool = False) -> Worker:
-    return worker(name, role=Role.DECODE, capabilities=("local_prefill",) if alone else ())
+def decode(name: str, alone: bool = False, runs: str = "") -> Worker:
+    return worker(name, role=Role.DECODE, capabilities=("local_prefill",) if alone else (), handoff_form=runs)
 
 
 def disagg(**rules: object) -> Cluster:
@@ -218,6 +220,61 @@ async def test_busy_prefill_workers_are_skipped_unless_pairs_are_enforced(
             assert (pair(route), route.prefill_skipped) == (expected, "pair_busy")
         loads = await cluster.loads()
         assert (loads["p"].requests, loads["d"].requests) == (1, 1)
+
+
+VERSIONS = ("", "vllm 1", "vllm 2", "sglang 1")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prefills=st.lists(st.sampled_from(VERSIONS), min_size=1, max_size=4),
+    decodes=st.lists(st.sampled_from(VERSIONS), min_size=1, max_size=4),
+)
+def test_pair_of_workers_that_cannot_hand_over_is_never_chosen(prefills: list[str], decodes: list[str]) -> None:
+    async def ask() -> None:
+        async with Cluster(RouterConfig(thresholds=Thresholds(requests=1))) as cluster:
+            await cluster.add(*(prefill(f"p{at}", runs) for at, runs in enumerate(prefills)))
+            await cluster.add(*(decode(f"d{at}", runs=runs) for at, runs in enumerate(decodes)))
+            possible = any(not one or not other or one == other for one in prefills for other in decodes)
+            for number in range(5):
+                route, refused = None, ""
+                try:
+                    route = await cluster.ask(prompt("ABC"), request_id=f"r{number}")
+                except SluiceError as error:
+                    refused = error.code or error.kind.name
+                if route is None:
+                    assert refused == ("overloaded" if possible else "no_prefill_workers")
+                    assert number > 0 or not possible
+                    continue
+                assert route.prefill_worker is not None
+                ours, theirs = route.prefill_worker.handoff_form, route.worker.handoff_form
+                assert not ours or not theirs or ours == theirs
+
+    asyncio.run(ask())
+
+
+async def test_busy_pair_of_one_version_leaves_the_pair_of_the_other() -> None:
+    async with Cluster(RouterConfig(thresholds=Thresholds(requests=1))) as cluster:
+        await cluster.add(prefill("p1", "vllm 1"), prefill("p2", "vllm 2"))
+        await cluster.add(*(decode(f"d1{at}", runs="vllm 1") for at in range(4)), decode("d2", runs="vllm 2"))
+        chosen = {pair(await cluster.ask(prompt("ABC"), request_id=f"r{number}"))[0] for number in range(2)}
+        assert chosen == {"p1", "p2"}
+        with raises_error(kind=ErrorKind.OVERLOADED):
+            await cluster.ask(prompt("ABC"), request_id="r3")
+        loads = await cluster.loads()
+        assert sum(load.requests for load in loads.values()) == 4
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_prefill_worker_of_another_version_is_skipped_or_named_in_the_refusal(alone: bool) -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p", "vllm 1"), decode("d", alone, "vllm 2"))
+        if alone:
+            route = await cluster.ask(prompt("ABC"))
+            assert (pair(route), route.prefill_skipped) == ((None, "d"), NO_PARTNER)
+        for required in (True,) if alone else (True, False):
+            with raises_error(match="in its version", code="no_prefill_workers"):
+                await cluster.ask(prompt("ABC"), require_pair=required)
 
 
 async def test_candidates_may_name_a_pair_or_one_part() -> None:
