@@ -50,7 +50,7 @@ def document(number: int) -> bytes:
 
 
 def new_blocks(seed: str) -> bytes:
-    """Returns the packed hashes of the rest of a prompt, which nobody holds."""
+    """Returns the packed hashes of the rest of a prompt, which no worker holds."""
     return Random(seed).randbytes(NEW_BLOCKS * HASH_BYTES)
 
 
