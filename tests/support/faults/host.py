@@ -9,6 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+LIBRARIES = Path("/usr")
+FAKETIME = (
+    "lib/*/faketime/libfaketimeMT.so.1",
+    "lib*/faketime/libfaketimeMT.so.1",
+    "local/lib/faketime/libfaketimeMT.so.1",
+)
 
 
 def _is_root() -> str:
@@ -65,6 +71,15 @@ def _can_mount() -> str:
     return _is_root() or ("" if shutil.which("mount") else "needs `mount`")
 
 
+def clock_library() -> Path | None:
+    """Returns the library that gives a process a clock of its own; None: it is not installed."""
+    return next((path for pattern in FAKETIME for path in sorted(LIBRARIES.glob(pattern))), None)
+
+
+def _has_clocks() -> str:
+    return "" if clock_library() is not None else "needs libfaketime (`apt-get install libfaketime`)"
+
+
 NEEDS: Mapping[str, Callable[[], str]] = {
     "namespaces": _has_namespaces,
     "filter": _has_filter,
@@ -72,6 +87,7 @@ NEEDS: Mapping[str, Callable[[], str]] = {
     "tap": _has_tap,
     "cgroup": _has_cgroup,
     "mount": _can_mount,
+    "clock": _has_clocks,
 }
 """By name, a function that says what is missing; nothing: it is there."""
 

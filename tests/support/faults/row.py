@@ -100,7 +100,6 @@ async def run_row(scene: Scene, fault: Fault, kinds: Sequence[type[Load]], known
 
 
 async def _inject(scene: Scene, fault: Fault, row: Row) -> None:
-    assert fault.inject is not None
     try:
         async with asyncio.timeout(INJECTION_S):
             await fault.inject(scene)
