@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 SILENCE_S, CONNECT_S = 20.0, 5.0
 """How long a client waits for the next byte, or for a connection."""
-ISOLATED = ("replica is ready", "service cannot be reached")
-"""Of the errors, retryable, of a gateway that reaches none of the services behind it."""
+ELSEWHERE = ("replica is ready", "service cannot be reached", "gateway is shutting down")
+"""Of the errors, retryable, of a gateway that reaches none of the services behind it, or that ends."""
 UNAVAILABLE, AGAIN_S = 503, 0.5
 CUT = (httpx.TransportError, ConnectionClosed, ConnectionError, TimeoutError, ssl.SSLError)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -32,7 +32,7 @@ class RequestFailedError(Exception):
 
 def is_cut(error: BaseException) -> bool:
     """Whether an error says that the server is gone or cut off, not what it thinks of the request."""
-    if any(words in str(error) for words in ISOLATED):
+    if any(words in str(error) for words in ELSEWHERE):
         return True
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in GONE

@@ -9,12 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-LIBRARIES = Path("/usr")
-FAKETIME = (
-    "lib/*/faketime/libfaketimeMT.so.1",
-    "lib*/faketime/libfaketimeMT.so.1",
-    "local/lib/faketime/libfaketimeMT.so.1",
-)
 
 
 def _is_root() -> str:
@@ -71,13 +65,8 @@ def _can_mount() -> str:
     return _is_root() or ("" if shutil.which("mount") else "needs `mount`")
 
 
-def clock_library() -> Path | None:
-    """Returns the library that gives a process a clock of its own; None: it is not installed."""
-    return next((path for pattern in FAKETIME for path in sorted(LIBRARIES.glob(pattern))), None)
-
-
-def _has_clocks() -> str:
-    return "" if clock_library() is not None else "needs libfaketime (`apt-get install libfaketime`)"
+def _has_compiler() -> str:
+    return "" if shutil.which("cc") else "needs a C compiler, `cc`"
 
 
 NEEDS: Mapping[str, Callable[[], str]] = {
@@ -87,7 +76,7 @@ NEEDS: Mapping[str, Callable[[], str]] = {
     "tap": _has_tap,
     "cgroup": _has_cgroup,
     "mount": _can_mount,
-    "clock": _has_clocks,
+    "clock": _has_compiler,
 }
 """By name, a function that says what is missing; nothing: it is there."""
 
