@@ -113,6 +113,22 @@ BREAK_KINDS = (
         "def wrong(self, *given): return free(self, *given) if next(turns) % 5 else None",
         "releases.Releases.free = wrong",
     ),
+    _bug(
+        "gateway-wall-clock",
+        "gateways that measure how long everything takes by the time of day",
+        ("gateway", "clock-10min"),
+        GATEWAYS,
+        "import time",
+        "time.monotonic = time.time",
+    ),
+    _bug(
+        "router-rereads-nothing",
+        "routers that never look at their certificates and tokens again",
+        ("router", "token-rotated"),
+        ROUTERS,
+        "import services.common.security.file_watcher as files",
+        "files.WatchedFiles._reload = lambda self: None",
+    ),
     Break(
         "redis-forgets",
         "a Redis that acknowledges what it has not written to its disk",

@@ -20,6 +20,7 @@ GATEWAYS = ["127.0.0.1:1", "127.0.0.1:2"]
         (ConnectionError("closed"), True),
         (RequestFailedError("503 No postprocess replica is ready; try again later."), True),
         (RequestFailedError("503 The preprocess service cannot be reached."), True),
+        (AssertionError("{'message': 'The gateway is shutting down; retry the request.'}"), True),
         (TimeoutError("timed out during opening handshake"), True),
         (RequestFailedError("POST /v1/messages: 500 broken"), False),
         (AssertionError("wrong"), False),
