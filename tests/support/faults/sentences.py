@@ -59,7 +59,7 @@ SENTENCES = (
         "lease of 30 s has expired.",
         "response failed|hung",
         parts=("gateway",),
-        faults=(*_ENDING, *_SILENCING),
+        faults=(*_ENDING, *_SILENCING, "certificate-expired"),
         loads=("background",),
     ),
     Sentence(
