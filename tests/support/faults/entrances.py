@@ -111,16 +111,18 @@ class Entrances:
         """
 
         async def call(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.request(method, path, **more)
+            response = await client.request(method, path, **more)
+            if response.status_code >= 400 and not self._asks_again(response):
+                raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+            return response
 
-        response = await self.at_one("gateways", call, attempts)
-        while response.status_code == UNAVAILABLE and "unavailable" in self.retries:
+        while self._asks_again(response := await self.at_one("gateways", call, attempts)):
             attempts.retried += 1
             await asyncio.sleep(AGAIN_S)
-            response = await self.at_one("gateways", call, attempts)
-        if response.status_code >= 400:
-            raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
         return response
+
+    def _asks_again(self, response: httpx.Response) -> bool:
+        return response.status_code == UNAVAILABLE and "unavailable" in self.retries
 
 
 @asynccontextmanager

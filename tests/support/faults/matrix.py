@@ -21,7 +21,7 @@ from tests.support.faults.parts import TOPOLOGIES, Topology, victims
 from tests.support.faults.place import Place
 from tests.support.faults.row import References, Row, run_row
 from tests.support.faults.selection import Planned
-from tests.support.faults.sentences import excuse
+from tests.support.faults.sentences import excuse, excuse_left
 
 REDIS_DISK_MIB = 64
 
@@ -95,6 +95,7 @@ async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Ca
                 row = Row(planned.part.name, planned.fault.name, problem=f"{type(error).__name__}: {error}")
             for cell in row.cells:
                 cell.sentence = excuse(cell)
+            row.sentence = excuse_left(row.part, row.fault, row.left)
             tell(row)
             if row.problem or not row.left.nothing:
                 return list(rows[number:])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tests.support.faults.leftovers import Left
 from tests.support.faults.outcome import Cell
 
 RETRIED = "retried"
@@ -78,6 +79,17 @@ SENTENCES = (
     ),
 )
 
+LEFT_SENTENCES = (
+    Sentence(
+        "A gateway that goes on answers what it was asked while it stood still: a response, file or batch of a client "
+        "that has asked the other gateway meanwhile is left, until it expires.",
+        r"\{sluice:(responses|batches)\}:",
+        parts=("gateway",),
+        faults=("sigstop-60s",),
+    ),
+)
+"""Excuse what is left of a row: keys, all of which match."""
+
 
 def excuse(cell: Cell) -> str:
     """Returns the sentences of a cell that is not perfect, or whose clients asked again.
@@ -96,3 +108,15 @@ def excuse(cell: Cell) -> str:
             return ""
         texts += [text for text in matching if text not in texts]
     return " ".join(texts)
+
+
+def excuse_left(part: str, fault: str, left: Left) -> str:
+    """Returns the sentence about what a fault left; nothing: there is none, or something is left that none excuses."""
+    if left.nothing or not replace(left, keys=None).nothing:
+        return ""
+    for sentence in LEFT_SENTENCES:
+        if sentence.concerns(Cell(part, fault, "")) and all(
+            re.match(sentence.errors, kind) for kind in left.keys or {}
+        ):
+            return sentence.text
+    return ""
