@@ -114,9 +114,7 @@ def excuse_left(part: str, fault: str, left: Left) -> str:
     """Returns the sentence about what a fault left; nothing: there is none, or something is left that none excuses."""
     if left.nothing or not replace(left, keys=None).nothing:
         return ""
-    for sentence in LEFT_SENTENCES:
-        if sentence.concerns(Cell(part, fault, "")) and all(
-            re.match(sentence.errors, kind) for kind in left.keys or {}
-        ):
-            return sentence.text
-    return ""
+    about = [sentence for sentence in LEFT_SENTENCES if sentence.concerns(Cell(part, fault, ""))]
+    kinds = left.keys or {}
+    matching = (sentence.text for sentence in about if all(re.match(sentence.errors, kind) for kind in kinds))
+    return next(matching, "")
