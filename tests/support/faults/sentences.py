@@ -77,6 +77,13 @@ SENTENCES = (
         faults=("flushall",),
         loads=("batch", "background"),
     ),
+    Sentence(
+        "FLUSHALL deletes the reservations of all routers: those made before it are unknown when they are freed.",
+        r"request \d+, -\S+ s: .*the reservation was lost: ",
+        parts=("redis", "redis-sentinel", "redis-cluster"),
+        faults=("flushall",),
+        loads=("route",),
+    ),
 )
 
 LEFT_SENTENCES = (

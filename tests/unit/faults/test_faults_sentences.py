@@ -26,6 +26,11 @@ def test_excuse_of_a_reservation_that_ends_with_its_worker_is_its_sentence() -> 
     assert "ends with the worker" in excuse(cell("worker", "sigkill", "route", LOST))
 
 
+def test_excuse_of_a_reservation_that_flushall_deleted_is_its_sentence_and_of_a_later_one_none() -> None:
+    assert "FLUSHALL" in excuse(cell("redis", "flushall", "route", LOST))
+    assert excuse(cell("redis", "flushall", "route", LOST.replace("-0.5 s", "+1.5 s"))) == ""
+
+
 @pytest.mark.parametrize(
     "red",
     [
