@@ -114,12 +114,13 @@ BREAK_KINDS = (
         "releases.Releases.free = wrong",
     ),
     _bug(
-        "gateway-wall-clock",
-        "gateways that measure how long everything takes by the time of day",
+        "gateway-own-clock",
+        "gateways that judge the leases of background responses by their own clocks alone",
         ("gateway", "clock-10min"),
         GATEWAYS,
-        "import time",
-        "time.monotonic = time.time",
+        "import math, services.gateway.apis.responses.redis_store as redis_store",
+        "async def wrong(self, owner, response_id): return math.inf",
+        "redis_store.RedisStore.age_s = wrong",
     ),
     _bug(
         "router-rereads-nothing",

@@ -118,7 +118,7 @@ async def left(place: Place, before: Inventory, within_s: float = LEFT_S) -> Lef
         try:
             found = await _left(place, before)
         except Exception as error:
-            found = Left(errors=f"{type(error).__name__}: {error}")
+            found = Left(errors=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if found.nothing or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.5)
