@@ -75,6 +75,15 @@ class Entrances:
         self.routers = [access.channel(address, "router") for address in routers]
         self.pickers = [access.channel(address, "router") for address in pickers]
 
+    async def connected(self) -> None:
+        """Waits until routers and pickers are connected: an attempt has little time, and many loads begin at once.
+
+        Raises:
+            TimeoutError: one is not in time.
+        """
+        async with asyncio.timeout(SILENCE_S):
+            await asyncio.gather(*(channel.channel_ready() for channel in (*self.routers, *self.pickers)))
+
     async def close(self) -> None:
         """Closes every connection."""
         await asyncio.gather(*(client.aclose() for client in self.clients))

@@ -164,6 +164,7 @@ class Place:
             list(self._pickers.values()),
             self.access,
         )
+        await self.entrances.connected()
         return self.entrances
 
     async def close_clients(self) -> None:
