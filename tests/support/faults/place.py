@@ -186,6 +186,10 @@ class Place:
             return self.names_server.pid
         return self.redis.pid if name == REDIS else self.suite.pid(name)
 
+    def runs(self, name: str) -> bool:
+        """Whether a process has not ended."""
+        return psutil.pid_exists(self.pid(name))
+
     def _own(self, name: str) -> RedisServer | NameServer | None:
         """Returns a process that is not the suite's."""
         return self.redis if name == REDIS else self.names_server if name == DNS else None
