@@ -2,9 +2,10 @@
 
 Starts a suite (two of every tier, on one Redis), asks each request once undisturbed, repeats them all the time, lets a
 fault happen to a part, and compares. `--part`, `--fault` and `--load` choose cells and may be repeated; `--write`
-writes docs/fault-matrix.md and the JSON beside it. Faults of the network, memory and disks need root; a cell that
-cannot run here is "not run", with the reason. `--break all` runs suites that are deliberately wrong, whose cells have
-to be red. The exit code is 1 when a cell is red, and 2 when an option is wrong.
+writes docs/fault-matrix.md and the JSON beside it. Faults of the network, memory, disks and certificates need root,
+and those of clocks a C compiler; a cell that cannot run here is "not run", with the reason. `--break all` runs suites
+that are deliberately wrong, whose cells have to be red. The exit code is 1 when a cell is red, and 2 when an option is
+wrong.
 """
 
 from __future__ import annotations

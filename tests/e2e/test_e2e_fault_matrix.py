@@ -20,6 +20,8 @@ ROWS = (
     ("router", "sigkill", ("chat", "whole", "route", "picker")),
     ("preprocess", "sigterm", ("chat", "whole")),
     ("gateway", "sigkill", ("chat", "responses")),
+    ("gateway", "clock-10min", ("chat", "background")),
+    ("preprocess", "token-rotated", ("chat", "whole")),
 )
 CELLS = [(part, fault, load) for part, fault, loads in ROWS for load in loads]
 
@@ -63,6 +65,8 @@ def test_fault_in_a_cell_is_no_more_than_a_pause_to_clients(
 ) -> None:
     part, fault, load = cell
     row = rows[part, fault]
+    if row["not_run"]:
+        pytest.skip(row["not_run"])
     [found] = [one for one in row["cells"] if one["load"] == load]
     assert found["requests"] > 0
     assert found["perfect"] or found["sentence"], found

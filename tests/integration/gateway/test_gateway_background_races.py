@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from math import inf
 from typing import Any, cast
 from uuid import uuid4
 
@@ -39,6 +40,10 @@ class Interleaved:
             self.between = None
             await between()
         return found
+
+    async def age_s(self, owner: str, response_id: str) -> float:
+        """None is renewed by the store's clock, so that the gateways' own decides."""
+        return inf
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -114,6 +119,16 @@ async def test_lease_renewed_while_another_gateway_reads_it_as_expired_is_kept(g
         gateways.between.between = lambda: gateways.store(RUNNING)
         assert await gateways.seen() == "in_progress"
         assert await gateways.seen() == "in_progress"
+
+    await gateways.one.run(gateways.run, generate)
+
+
+async def test_age_of_a_response_is_the_time_since_it_was_stored(gateways: Gateways) -> None:
+    async def generate() -> None:
+        await gateways.store(RUNNING)
+        store = gateways.one._store
+        assert 0 <= await store.age_s(OWNER, ID) < 20
+        assert await store.age_s(OWNER, "resp_unknown") == inf
 
     await gateways.one.run(gateways.run, generate)
 

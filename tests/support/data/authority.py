@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -33,22 +34,30 @@ class Authority:
         self.file = folder / "ca.pem"
         self.ca.cert_pem.write_to_path(self.file)
 
-    def issue(self, name: str, *uris: str, expired: bool = False, named: bool = True) -> TlsSettings:
+    def issue(
+        self,
+        name: str,
+        *uris: str,
+        expired: bool = False,
+        named: bool = True,
+        lasts: timedelta = timedelta(days=9),
+        hosts: Sequence[str] = (),
+    ) -> TlsSettings:
         """Makes a certificate of this authority and replaces an earlier one; returns the settings of its holder, who
         trusts the authority.
 
         Args:
             uris: alternative names that say who calls; by default an operator, who may call everything.
             named: False for none.
+            lasts: until it expires.
+            hosts: more addresses of its holder.
         """
         now = datetime.now(UTC)
-        starts, ends = (
-            (now - timedelta(days=2), now - timedelta(hours=1)) if expired else (now, now + timedelta(days=9))
-        )
+        starts, ends = (now - timedelta(days=2), now - timedelta(hours=1)) if expired else (now, now + lasts)
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             x509.DNSName("localhost"),
-            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            *(x509.IPAddress(ipaddress.ip_address(host)) for host in dict.fromkeys(("127.0.0.1", *hosts))),
             x509.DNSName(f"{name}.test"),
             *(map(x509.UniformResourceIdentifier, uris or (OPERATOR,)) if named else ()),
         ]

@@ -113,6 +113,23 @@ BREAK_KINDS = (
         "def wrong(self, *given): return free(self, *given) if next(turns) % 5 else None",
         "releases.Releases.free = wrong",
     ),
+    _bug(
+        "gateway-own-clock",
+        "gateways that judge the leases of background responses by their own clocks alone",
+        ("gateway", "clock-10min"),
+        GATEWAYS,
+        "import math, services.gateway.apis.responses.redis_store as redis_store",
+        "async def wrong(self, owner, response_id): return math.inf",
+        "redis_store.RedisStore.age_s = wrong",
+    ),
+    _bug(
+        "router-rereads-nothing",
+        "routers that never look at their certificates and tokens again",
+        ("router", "token-rotated"),
+        ROUTERS,
+        "import services.common.security.file_watcher as files",
+        "files.WatchedFiles._reload = lambda self: None",
+    ),
     Break(
         "redis-forgets",
         "a Redis that acknowledges what it has not written to its disk",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,16 +13,16 @@ import grpc
 import httpx
 from websockets.exceptions import ConnectionClosed
 
-from services.common.rpc.channels import open_channel
+from tests.support.faults.access import PLAIN, Access
 
 T = TypeVar("T")
 
 SILENCE_S, CONNECT_S = 20.0, 5.0
 """How long a client waits for the next byte, or for a connection."""
-ISOLATED = "replica is ready"
-"""Of the error, retryable, of a gateway that reaches none of the services behind it."""
+ELSEWHERE = ("replica is ready", "service cannot be reached", "gateway is shutting down")
+"""Of the errors, retryable, of a gateway that reaches none of the services behind it, or that ends."""
 UNAVAILABLE, AGAIN_S = 503, 0.5
-CUT = (httpx.TransportError, ConnectionClosed, ConnectionError)
+CUT = (httpx.TransportError, ConnectionClosed, ConnectionError, TimeoutError, ssl.SSLError)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -31,7 +32,7 @@ class RequestFailedError(Exception):
 
 def is_cut(error: BaseException) -> bool:
     """Whether an error says that the server is gone or cut off, not what it thinks of the request."""
-    if ISOLATED in str(error):
+    if any(words in str(error) for words in ELSEWHERE):
         return True
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() in GONE
@@ -43,7 +44,7 @@ class Attempts:
     """The servers that one request is sent to.
 
     Attributes:
-        turn: which server is the first.
+        turn: which server is asked; the next one, once it was cut.
         retried: attempts that were cut, and repeated at the next one.
     """
 
@@ -55,11 +56,13 @@ class Entrances:
     """Clients of a suite.
 
     Args:
-        gateways: URLs.
-        routers, pickers: host:port of their gRPC servers.
+        gateways, routers, pickers: host:port of their servers.
+        access: how they are reached.
     """
 
-    def __init__(self, gateways: Sequence[str], routers: Sequence[str], pickers: Sequence[str]) -> None:
+    def __init__(
+        self, gateways: Sequence[str], routers: Sequence[str], pickers: Sequence[str], access: Access = PLAIN
+    ) -> None:
         self.retries: tuple[str, ...] = ()
         """Which of gateways, routers and pickers have clients that try the next one when theirs is gone.
 
@@ -67,9 +70,19 @@ class Entrances:
         """
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
-        self.clients = [httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) for url in gateways]
-        self.routers = [open_channel(address) for address in routers]
-        self.pickers = [open_channel(address) for address in pickers]
+        self.access = access
+        self.clients = [access.http(base_url=access.url(name), timeout=timeout, limits=limits) for name in gateways]
+        self.routers = [access.channel(address, "router") for address in routers]
+        self.pickers = [access.channel(address, "router") for address in pickers]
+
+    async def connected(self) -> None:
+        """Waits until routers and pickers are connected: an attempt has little time, and many loads begin at once.
+
+        Raises:
+            TimeoutError: one is not in time.
+        """
+        async with asyncio.timeout(SILENCE_S):
+            await asyncio.gather(*(channel.channel_ready() for channel in (*self.routers, *self.pickers)))
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -91,11 +104,12 @@ class Entrances:
         tries = len(servers) if kind in self.retries else 1
         for number in range(tries):
             try:
-                return await call(servers[(attempts.turn + number) % len(servers)])
+                return await call(servers[attempts.turn % len(servers)])
             except Exception as error:
                 if number + 1 == tries or not is_cut(error):
                     raise
                 attempts.retried += 1
+                attempts.turn += 1
         raise AssertionError("the last try has returned or raised")
 
     async def http(self, attempts: Attempts, method: str, path: str, **more: Any) -> httpx.Response:
@@ -106,16 +120,18 @@ class Entrances:
         """
 
         async def call(client: httpx.AsyncClient) -> httpx.Response:
-            return await client.request(method, path, **more)
+            response = await client.request(method, path, **more)
+            if response.status_code >= 400 and not self._asks_again(response):
+                raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
+            return response
 
-        response = await self.at_one("gateways", call, attempts)
-        while response.status_code == UNAVAILABLE and "unavailable" in self.retries:
+        while self._asks_again(response := await self.at_one("gateways", call, attempts)):
             attempts.retried += 1
             await asyncio.sleep(AGAIN_S)
-            response = await self.at_one("gateways", call, attempts)
-        if response.status_code >= 400:
-            raise RequestFailedError(f"{method} {path}: {response.status_code} {response.text[:300]}")
         return response
+
+    def _asks_again(self, response: httpx.Response) -> bool:
+        return response.status_code == UNAVAILABLE and "unavailable" in self.retries
 
 
 @asynccontextmanager

@@ -40,22 +40,22 @@ class Fault:
         inject: lets it happen and undoes it; returns when it is undone and the suite whole.
         needs: of the machine, as in host.NEEDS, or OTHER_TREE.
         parts: to which it can happen; empty: to all.
-        missing: why this tool cannot let it happen; empty: it can.
+        topology: of the suite in which it happens; empty: the part's.
     """
 
     name: str
     about: str
-    inject: Callable[[Scene], Awaitable[None]] | None = None
+    inject: Callable[[Scene], Awaitable[None]]
     needs: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    missing: str = ""
+    topology: str = ""
 
     def not_run(self, part: Part, host: Host, other: Path | None) -> str:
         """Returns why the fault cannot happen to a part here; nothing: it can."""
         if OTHER_TREE in self.needs and other is None:
             return "needs another version of the source tree: --other TREE"
         needs = dict.fromkeys((*part.needs, *self.needs))
-        return self.missing or host.lacks(*(need for need in needs if need != OTHER_TREE))
+        return host.lacks(*(need for need in needs if need != OTHER_TREE))
 
     def concerns(self, part: Part) -> bool:
         """Whether the fault can happen to a part at all."""

@@ -65,6 +65,10 @@ def _can_mount() -> str:
     return _is_root() or ("" if shutil.which("mount") else "needs `mount`")
 
 
+def _has_compiler() -> str:
+    return "" if shutil.which("cc") else "needs a C compiler, `cc`"
+
+
 NEEDS: Mapping[str, Callable[[], str]] = {
     "namespaces": _has_namespaces,
     "filter": _has_filter,
@@ -72,6 +76,7 @@ NEEDS: Mapping[str, Callable[[], str]] = {
     "tap": _has_tap,
     "cgroup": _has_cgroup,
     "mount": _can_mount,
+    "clock": _has_compiler,
 }
 """By name, a function that says what is missing; nothing: it is there."""
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tests.support.faults import injections_clock as clock
 from tests.support.faults import injections_network as network
 from tests.support.faults import injections_processes as processes
 from tests.support.faults import injections_redis as redis
+from tests.support.faults import injections_secrets as secrets
 from tests.support.faults.fault import OTHER_TREE, Fault
-from tests.support.faults.parts import PARTS
+from tests.support.faults.parts import PARTS, POOL, SECURED
 
-NAMESPACE = "namespaces"
+NAMESPACE, CLOCK = "namespaces", "clock"
 SINGLE, MOVING = "redis", ("redis-sentinel", "redis-cluster")
 ALONE = tuple(part for part in PARTS if part not in MOVING)
 """Parts whose victim is one process that stays the same one."""
 SERVICES = tuple(part for part in ALONE if part not in (SINGLE, "dns"))
+GUARDED = tuple(part for part in SERVICES if PARTS[part].topology == POOL)
+"""Services of the suite that is secured."""
 CONNECTED = tuple(part for part in ALONE if part != "dns")
 """Parts with connections: names are asked for without one."""
 
@@ -57,18 +61,27 @@ FAULT_KINDS = (
     Fault("disk-full", "no room for its log for 5 s", redis.disk_full, needs=("mount",), parts=(SINGLE,)),
     Fault("flushall", "FLUSHALL", redis.emptied, parts=(SINGLE, *MOVING)),
     Fault("failover", "its replica takes over, as planned", redis.moved, parts=MOVING),
-    Fault("clock-10min", "the clock ten minutes off", missing="no process can be given a clock of its own here"),
+    Fault(
+        "clock-10min",
+        "its clock ten minutes ahead for 9 s, then ten minutes behind for 9 s",
+        clock.wrong,
+        needs=(CLOCK,),
+        parts=(*CONNECTED, *MOVING),
+    ),
     Fault(
         "certificate-expired",
-        "its certificate expires while it runs",
-        parts=SERVICES,
-        missing="the suite that this tool starts has no TLS",
+        "its certificate expires, its connections are reset 5 s later, and it is renewed 10 s after that",
+        secrets.certificate_expired,
+        needs=(NAMESPACE, "sockets"),
+        parts=GUARDED,
+        topology=SECURED,
     ),
     Fault(
         "token-rotated",
-        "its token is replaced while it runs",
-        parts=SERVICES,
-        missing="the suite that this tool starts has no tokens",
+        "all tokens are rotated in the documented steps; its part gets its files last",
+        secrets.tokens_rotated,
+        parts=GUARDED,
+        topology=SECURED,
     ),
     Fault(
         "rolling-restart", "SIGTERM to every replica, one after the other", processes.restarted_in_turn, parts=SERVICES

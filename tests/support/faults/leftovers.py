@@ -13,7 +13,6 @@ import httpx
 import psutil
 from redis import Redis
 
-from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.faults.place import REDIS, Place
 
@@ -102,10 +101,10 @@ def _keys(place: Place) -> Mapping[str, int]:
 async def moves_of(place: Place) -> Mapping[tuple[str, int], int]:
     """Returns how many generations and texts each gateway moved, by name and process id."""
     found = {}
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with place.access.http(timeout=10) as client:
         for name in place.suite.gateways:
             try:
-                metrics = (await client.get(f"http://{place.suite.address(name)}/metrics")).text
+                metrics = (await client.get(place.access.url(f"{place.suite.address(name)}/metrics"))).text
             except httpx.TransportError:
                 continue
             found[name, place.pid(name)] = int(sum(map(float, _MOVES.findall(metrics))))
@@ -119,7 +118,7 @@ async def left(place: Place, before: Inventory, within_s: float = LEFT_S) -> Lef
         try:
             found = await _left(place, before)
         except Exception as error:
-            found = Left(errors=f"{type(error).__name__}: {error}")
+            found = Left(errors=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if found.nothing or time.monotonic() > deadline:
             return found
         await asyncio.sleep(0.5)
@@ -128,17 +127,17 @@ async def left(place: Place, before: Inventory, within_s: float = LEFT_S) -> Lef
 async def _left(place: Place, before: Inventory) -> Left:
     found = Left()
     suite = place.suite
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with place.access.http(timeout=10) as client:
         for name in suite.gateways:
-            live = _LIVE.search((await client.get(f"http://{suite.address(name)}/metrics")).text)
+            live = _LIVE.search((await client.get(place.access.url(f"{suite.address(name)}/metrics"))).text)
             assert live is not None, f"{name} does not say how many streams it has"
             found.streams += int(float(live[1]))
     for name in suite.routers:
-        async with open_channel(suite.address(name)) as channel:
+        async with place.access.channel(suite.address(name), "router") as channel:
             loads = await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest(), timeout=10)
             found.reservations = max(found.reservations, sum(load.requests for load in loads.loads))
     for name in suite.workers:
-        async with open_channel(suite.address(name)) as channel:
+        async with place.access.channel(suite.address(name), "worker") as channel:
             info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
             found.running += info.load.running_requests + info.load.waiting_requests
     now = await inventory(place)

@@ -83,12 +83,11 @@ class Load(ABC):
         seen = Observation(self.name, number, time.monotonic())
         exchange = Exchange(turn)
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S) as limit:
                 seen.answer = await self.ask(number, exchange)
-        except TimeoutError:
-            seen.error = f"hung: no end within {DEADLINE_S:.0f} s"
         except Exception as error:
-            seen.error = f"{type(error).__name__}: {error}"
+            hung = f"hung: no end within {DEADLINE_S:.0f} s"
+            seen.error = hung if limit.expired() else f"{type(error).__name__}: {error}"
         exchange.heard()
         seen.ended = time.monotonic()
         seen.pause_s, seen.retried = exchange.pause_s, exchange.retried

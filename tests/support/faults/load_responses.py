@@ -82,7 +82,12 @@ class SocketResponses(Load):
             address = str(client.base_url).replace("http", "ws", 1).rstrip("/") + RESPONSES
             options: dict[str, Any] = {"max_size": None, "compression": None, "close_timeout": 2}
             async with connect(
-                address, open_timeout=CONNECT_S, ping_interval=5, ping_timeout=SILENCE_S - 5, **options
+                address,
+                ssl=self.entrances.access.context,
+                open_timeout=CONNECT_S,
+                ping_interval=5,
+                ping_timeout=SILENCE_S - 5,
+                **options,
             ) as socket:
                 await socket.send(json.dumps(asked))
                 while (event := json.loads(await socket.recv()))["type"] not in LAST:

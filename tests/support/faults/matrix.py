@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.faults.breaks import NOTHING, Break
+from tests.support.faults.clocks import Clocks
 from tests.support.faults.fault import Scene
-from tests.support.faults.injections import NAMESPACE
+from tests.support.faults.injections import CLOCK, NAMESPACE
 from tests.support.faults.network import Network, enter_private_network, run
-from tests.support.faults.parts import TOPOLOGIES, Topology
-from tests.support.faults.place import Place, victims
+from tests.support.faults.parts import TOPOLOGIES, Topology, victims
+from tests.support.faults.place import Place
 from tests.support.faults.row import References, Row, run_row
 from tests.support.faults.selection import Planned
-from tests.support.faults.sentences import excuse
+from tests.support.faults.sentences import excuse, excuse_left
 
 REDIS_DISK_MIB = 64
 
@@ -52,7 +53,7 @@ def run_rows(rows: Sequence[Planned], options: Options, tell: Callable[[Row], No
         if row.not_run:
             ended(row.skipped)
     able = [row for row in rows if not row.not_run]
-    for name, group in itertools.groupby(able, key=lambda row: row.part.topology):
+    for (name, _), group in itertools.groupby(able, key=lambda row: row.suite):
         waiting = list(group)
         while waiting:
             waiting = _run_in_one_suite(TOPOLOGIES[name], waiting, options, ended)
@@ -68,7 +69,8 @@ def _run_in_one_suite(
         if needs & {NAMESPACE, "mount"}:
             enter_private_network()
         network = stack.enter_context(Network(victims(topology))) if NAMESPACE in needs else None
-        place = Place(topology, folder, network, options.broken)
+        clocks = Clocks(folder / "clocks") if CLOCK in needs else None
+        place = Place(topology, folder, network, options.broken, clocks)
         stack.callback(_keep_logs, place.logs, options.logs)
         stack.callback(place.close)
         if "mount" in needs:
@@ -93,6 +95,7 @@ async def _run(place: Place, rows: Sequence[Planned], options: Options, tell: Ca
                 row = Row(planned.part.name, planned.fault.name, problem=f"{type(error).__name__}: {error}")
             for cell in row.cells:
                 cell.sentence = excuse(cell)
+            row.sentence = excuse_left(row.part, row.fault, row.left)
             tell(row)
             if row.problem or not row.left.nothing:
                 return list(rows[number:])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 ROUTER_SERVERS = ("routers", "pickers")
 ASKS_AGAIN = ("unavailable",)
 POOL, PAIRS = "pool", "pairs"
-SENTINEL, CLUSTER, NAMES = "sentinel", "cluster", "names"
+SENTINEL, CLUSTER, NAMES, SECURED = "sentinel", "cluster", "names", "secured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class Topology:
         workers: that answer; with some that prefill, these only decode.
         redis: single, sentinel or cluster.
         names: processes know each other by names, which a server of names resolves.
+        secured: certificates and tokens between processes, and HTTPS.
+        parts_of: another topology whose parts it has, too.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Topology:
     prefill: int = 0
     redis: str = "single"
     names: bool = False
+    secured: bool = False
+    parts_of: str = ""
 
 
 TOPOLOGIES: Mapping[str, Topology] = {
@@ -36,6 +40,7 @@ TOPOLOGIES: Mapping[str, Topology] = {
         Topology(SENTINEL, redis="sentinel"),
         Topology(CLUSTER, redis="cluster"),
         Topology(NAMES, names=True),
+        Topology(SECURED, secured=True, parts_of=POOL),
     )
 }
 
@@ -79,6 +84,12 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def loads_of(part: Part, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of several loads that the part's topology has."""
-    return tuple(name for name in names if name != "pairs" or part.topology == PAIRS)
+def victims(topology: Topology) -> list[str]:
+    """Returns the processes of a topology that parts name."""
+    names = (topology.name, topology.parts_of)
+    return sorted({part.victim for part in PARTS.values() if part.topology in names})
+
+
+def loads_of(topology: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of several loads that a topology has."""
+    return tuple(name for name in names if name != "pairs" or topology == PAIRS)

@@ -14,17 +14,20 @@ import httpx
 import psutil
 
 from services.common.net.ports import free_port
-from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.faults.access import PLAIN
 from tests.support.faults.breaks import NOTHING, Break
+from tests.support.faults.clocks import Clocks
+from tests.support.faults.credentials import Credentials
 from tests.support.faults.entrances import Entrances
 from tests.support.faults.name_server import NameServer
 from tests.support.faults.network import Network, run
-from tests.support.faults.parts import PARTS, Topology
+from tests.support.faults.parts import Topology, victims
 from tests.support.servers.loose_suite import LOOPBACK, LooseSuite
 from tests.support.servers.moving_redis import MovingCluster, MovingRedis, MovingSentinel
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_topologies import no_prefix
 from tests.support.waiting import until
 
 REDIS, DNS = "redis", "dns"
@@ -38,11 +41,6 @@ SCOPES = ("--anonymous-scopes", "infer,priority,pin-worker,template,operate")
 MOVING = {"sentinel": MovingSentinel, "cluster": MovingCluster}
 
 
-def victims(topology: Topology) -> list[str]:
-    """Returns the processes of a topology that parts name."""
-    return sorted({part.victim for part in PARTS.values() if part.topology == topology.name and part.victim})
-
-
 class Place:
     """A suite of one topology.
 
@@ -50,24 +48,34 @@ class Place:
         folder: for the model, Redis and the logs.
         network: in which victims have namespaces of their own; None: all listen on loopback.
         broken: what is deliberately wrong with the suite.
+        clocks: of victims, and of every Redis whose master moves; None: all have the machine's.
     """
 
     def __init__(
-        self, topology: Topology, folder: Path, network: Network | None = None, broken: Break = NOTHING
+        self,
+        topology: Topology,
+        folder: Path,
+        network: Network | None = None,
+        broken: Break = NOTHING,
+        clocks: Clocks | None = None,
     ) -> None:
         self.topology = topology
         self.network = network
+        self.clocks = clocks
         self.logs = folder / "logs"
         self.logs.mkdir()
         names = victims(topology) if network is not None else []
         self._hosts = {name: network.host(name) for name in names} if network is not None else {}
         self._host = LOOPBACK if network is None else network.own_host
         prefixes = {name: network.prefix(name) for name in names} if network is not None else {}
+        if clocks is not None:
+            prefixes = {name: (*prefixes.get(name, ()), *clocks.prefix(name)) for name in victims(topology)}
         self.redis_home = folder / "redis"
         self.redis_home.mkdir()
         self.moving: MovingRedis | None = None
         if topology.redis in MOVING:
-            self.moving = MOVING[topology.redis](self.redis_home, TAG)
+            prefix_of = no_prefix if clocks is None else clocks.prefix
+            self.moving = MOVING[topology.redis](self.redis_home, TAG, prefix_of=prefix_of)
         self.names_server: NameServer | None = None
         if topology.names:
             assert network is not None
@@ -77,6 +85,8 @@ class Place:
             run("mount", "--bind", str(resolver), str(Path("/etc/resolv.conf").resolve()))
         host, prefix = self._hosts.pop(REDIS, self._host), prefixes.pop(REDIS, ())
         self.redis = RedisServer(self.redis_home, durable=broken.redis_durable, host=host, prefix=prefix)
+        self.credentials = Credentials(folder, {self._host, *self._hosts.values()}) if topology.secured else None
+        self.access = PLAIN if self.credentials is None else self.credentials.access()
         self._model = build_qwen2_vl(folder / "model")
         self._pickers = {name: f"{self._hosts.get(name, self._host)}:{free_port()}" for name in ("router", "router-1")}
         self._prefixes = prefixes
@@ -120,6 +130,7 @@ class Place:
             known_as={name.removesuffix(f".{DOMAIN}"): name for name in self._addresses()} if self.names_server else {},
             prefix_of=self._prefixes,
             logs=self.logs,
+            trust=self.access.context,
         )
         self._started = True
         self.suite.__enter__()
@@ -138,6 +149,9 @@ class Place:
             flags[name] = ("--drain-s", "5")
         for name in ("postprocess-0", "postprocess-1"):
             flags[name] = ("--drain-s", "5", "--reasoning-parsers", "tiny=think")
+        if self.credentials is not None:
+            for name in (*flags, "gateway", "gateway-1"):
+                flags[name] = (*flags.get(name, ()), *self.credentials.flags(name))
         return flags
 
     async def open(self) -> Entrances:
@@ -145,10 +159,12 @@ class Place:
         await self.close_clients()
         suite = self.suite
         self.entrances = Entrances(
-            [f"http://{suite.address(name)}" for name in suite.gateways],
+            list(map(suite.address, suite.gateways)),
             list(map(suite.address, suite.routers)),
             list(self._pickers.values()),
+            self.access,
         )
+        await self.entrances.connected()
         return self.entrances
 
     async def close_clients(self) -> None:
@@ -169,6 +185,10 @@ class Place:
             assert self.names_server is not None
             return self.names_server.pid
         return self.redis.pid if name == REDIS else self.suite.pid(name)
+
+    def runs(self, name: str) -> bool:
+        """Whether a process has not ended."""
+        return psutil.pid_exists(self.pid(name))
 
     def _own(self, name: str) -> RedisServer | NameServer | None:
         """Returns a process that is not the suite's."""
@@ -209,8 +229,7 @@ class Place:
         if (own := self._own(name)) is not None:
             await asyncio.to_thread(own.start)
         else:
-            environment = {} if tree is None else {"PYTHONPATH": str(tree)}
-            await asyncio.to_thread(self.suite.start, name, environment)
+            await asyncio.to_thread(self.suite.start, name, tree)
 
     async def whole(self, within_s: float = WHOLE_S) -> None:
         """Waits until every gateway and router has everything.
@@ -222,10 +241,10 @@ class Place:
 
     async def _is_whole(self) -> bool:
         wanted = {"preprocess": 2, "router": 2, "postprocess": 2}
-        async with httpx.AsyncClient(timeout=5) as client:
+        async with self.access.http(timeout=5) as client:
             for name in self.suite.gateways:
                 try:
-                    answer = await client.get(f"http://{self.suite.address(name)}/ready?workers=0")
+                    answer = await client.get(self.access.url(f"{self.suite.address(name)}/ready?workers=0"))
                 except httpx.TransportError:
                     return False
                 state = answer.json()
@@ -237,7 +256,7 @@ class Place:
         return all([await self._lists_all(name) for name in self.suite.routers])
 
     async def _lists_all(self, router: str) -> bool:
-        async with open_channel(self.suite.address(router)) as channel:
+        async with self.access.channel(self.suite.address(router), "router") as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             with contextlib.suppress(Exception):
                 listed = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=5)

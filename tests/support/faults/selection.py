@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.faults.breaks import BREAKS, NOTHING, Break
 from tests.support.faults.fault import Fault
 from tests.support.faults.host import Host
-from tests.support.faults.injections import FAULTS
+from tests.support.faults.injections import CLOCK, FAULTS
 from tests.support.faults.load import Load
 from tests.support.faults.loads import LOADS
 from tests.support.faults.parts import PARTS, Part, loads_of
@@ -28,6 +28,11 @@ class Planned:
     fault: Fault
     loads: tuple[type[Load], ...]
     not_run: str = ""
+
+    @property
+    def suite(self) -> tuple[str, bool]:
+        """The topology of its suite, and whether processes have clocks of their own."""
+        return self.fault.topology or self.part.topology, CLOCK in self.fault.needs
 
     @property
     def skipped(self) -> Row:
@@ -50,7 +55,7 @@ def known(kind: str, names: Sequence[str], every: Mapping[str, object]) -> tuple
 def planned(
     parts: Sequence[str], faults: Sequence[str], loads: Sequence[str], host: Host, other: Path | None = None
 ) -> list[Planned]:
-    """Returns the rows to run, those of one topology after each other, and those that cannot run.
+    """Returns the rows to run, those of one suite after each other, and those that cannot run.
 
     Raises:
         UnknownNameError: a name is unknown, or no fault concerns any of the parts.
@@ -59,13 +64,14 @@ def planned(
     chosen = known("load", loads, LOADS)
     for part in (PARTS[name] for name in known("part", parts, PARTS)):
         for fault in (FAULTS[name] for name in known("fault", faults, FAULTS)):
-            kinds = tuple(LOADS[name] for name in loads_of(part, chosen))
+            topology = fault.topology or part.topology
+            kinds = tuple(LOADS[name] for name in loads_of(topology, chosen))
             if fault.concerns(part) and kinds:
                 found.append(Planned(part, fault, kinds, fault.not_run(part, host, other)))
     if not found:
         raise UnknownNameError("None of these faults happens to these parts under these loads.")
-    order = list(dict.fromkeys(row.part.topology for row in found))
-    return sorted(found, key=lambda row: order.index(row.part.topology))
+    order = list(dict.fromkeys(row.suite for row in found))
+    return sorted(found, key=lambda row: order.index(row.suite))
 
 
 def broken(names: Sequence[str]) -> list[Break]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tests.support.faults.leftovers import Left
 from tests.support.faults.outcome import Cell
 
 RETRIED = "retried"
@@ -51,7 +52,7 @@ SENTENCES = (
         "A reservation is of a worker's room: it ends with the worker, and the scheduler learns it when it frees it.",
         "the reservation was lost: .* on (worker|prefill)-",
         parts=("worker", "decode-worker", "prefill-worker"),
-        faults=(*_ENDING, *_SILENCING, "reset"),
+        faults=(*_ENDING, *_SILENCING, "reset", "certificate-expired"),
         loads=("route",),
     ),
     Sentence(
@@ -59,7 +60,7 @@ SENTENCES = (
         "lease of 30 s has expired.",
         "response failed|hung",
         parts=("gateway",),
-        faults=(*_ENDING, *_SILENCING),
+        faults=(*_ENDING, *_SILENCING, "certificate-expired"),
         loads=("background",),
     ),
     Sentence(
@@ -76,7 +77,25 @@ SENTENCES = (
         faults=("flushall",),
         loads=("batch", "background"),
     ),
+    Sentence(
+        "FLUSHALL deletes the reservations of all routers: those made before it are unknown when they are freed.",
+        r"request \d+, -\S+ s: .*the reservation was lost: ",
+        parts=("redis", "redis-sentinel", "redis-cluster"),
+        faults=("flushall",),
+        loads=("route",),
+    ),
 )
+
+LEFT_SENTENCES = (
+    Sentence(
+        "A gateway that goes on answers what it was asked while it stood still: a response, file or batch of a client "
+        "that has asked the other gateway meanwhile is left, until it expires.",
+        r"\{sluice:(responses|batches)\}:",
+        parts=("gateway",),
+        faults=("sigstop-60s",),
+    ),
+)
+"""Excuse what is left of a row: keys, all of which match."""
 
 
 def excuse(cell: Cell) -> str:
@@ -96,3 +115,13 @@ def excuse(cell: Cell) -> str:
             return ""
         texts += [text for text in matching if text not in texts]
     return " ".join(texts)
+
+
+def excuse_left(part: str, fault: str, left: Left) -> str:
+    """Returns the sentence about what a fault left; nothing: there is none, or something is left that none excuses."""
+    if left.nothing or not replace(left, keys=None).nothing:
+        return ""
+    about = [sentence for sentence in LEFT_SENTENCES if sentence.concerns(Cell(part, fault, ""))]
+    kinds = left.keys or {}
+    matching = (sentence.text for sentence in about if all(re.match(sentence.errors, kind) for kind in kinds))
+    return next(matching, "")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -39,6 +39,7 @@ class LooseSuite:
         known_as: names of hosts by which processes know single others, by name of the process.
         prefix_of: what runs single processes, by name, such as `ip netns exec NAME`; it has to become the process.
         logs: folder that gets a log of each process; None: they write where this process does.
+        trust: with which gateways are asked over HTTPS; None: over HTTP.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class LooseSuite:
         known_as: Mapping[str, str] | None = None,
         prefix_of: Mapping[str, Sequence[str]] | None = None,
         logs: Path | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         self._code_of = code_of or {}
         self._host, self._host_of = host, host_of or {}
         self._known_as = known_as or {}
         self._prefix_of = prefix_of or {}
         self._logs = logs
+        self._trust = trust
         self._runner = [sys.executable, "-m", *([through] if through else [])]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told_to_end: set[str] = set()
@@ -105,7 +108,10 @@ class LooseSuite:
     @property
     def url(self) -> str:
         """Of the first gateway."""
-        return f"http://{self.address('gateway')}"
+        return self._url("gateway")
+
+    def _url(self, gateway: str) -> str:
+        return f"{'http' if self._trust is None else 'https'}://{self.address(gateway)}"
 
     @property
     def names(self) -> list[str]:
@@ -126,11 +132,11 @@ class LooseSuite:
         runner = [sys.executable, "-c", self._code_of[name]] if name in self._code_of else self._runner
         self._commands[name] = [*self._prefix_of.get(name, ()), *runner, module, *listen, *flags]
 
-    def start(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def start(self, name: str, folder: Path | None = None) -> None:
         """Starts one process, on the port it had; an earlier one that is about to end may do so first.
 
         Args:
-            environment: variables besides those of this process.
+            folder: where it runs, whose packages precede all others; None: where this process does.
         """
         if (earlier := self._processes.get(name)) is not None:
             earlier.wait(30)
@@ -139,7 +145,7 @@ class LooseSuite:
             log = stack.enter_context((self._logs / f"{name}.log").open("ab")) if self._logs is not None else None
             self._processes[name] = subprocess.Popen(
                 self._commands[name],
-                env={**os.environ, **(environment or {})},
+                cwd=folder,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
             )
@@ -168,7 +174,8 @@ class LooseSuite:
         while time.monotonic() < deadline:
             self._all_live()
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"http://{self.address(gateway)}/ready?workers=0", timeout=5)
+                verify = True if self._trust is None else self._trust
+                answer = httpx.get(f"{self._url(gateway)}/ready?workers=0", timeout=5, verify=verify)
                 state = answer.json()
                 if answer.status_code == 200 and state["workers"] >= workers and self._replicas_are_there(state):
                     return

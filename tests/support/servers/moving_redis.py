@@ -10,11 +10,13 @@ from pathlib import Path
 from tests.support.servers.redis_name import RedisName
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import (
+    PrefixOf,
     RedisCluster,
     RedisSentinels,
     ask,
     follows,
     is_master,
+    no_prefix,
     wait_for,
 )
 
@@ -158,9 +160,9 @@ class MovingSingle(MovingRedis):
 class MovingSentinel(MovingRedis):
     """A master and a replica with three sentinels."""
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, prefix_of: PrefixOf = no_prefix) -> None:
         super().__init__(key)
-        self._sentinels = RedisSentinels(folder)
+        self._sentinels = RedisSentinels(folder, prefix_of=prefix_of)
         self._servers = [self._sentinels.master, self._sentinels.replica]
         self.url = self._sentinels.url
 
@@ -191,9 +193,9 @@ class MovingCluster(MovingRedis):
 
     faults = ("killed", "frozen", "planned", "resharded", "renewed")
 
-    def __init__(self, folder: Path, key: str, node_timeout_ms: int = 2000) -> None:
+    def __init__(self, folder: Path, key: str, node_timeout_ms: int = 2000, prefix_of: PrefixOf = no_prefix) -> None:
         super().__init__(key)
-        self.cluster = RedisCluster(folder, replicas=True, node_timeout_ms=node_timeout_ms)
+        self.cluster = RedisCluster(folder, replicas=True, node_timeout_ms=node_timeout_ms, prefix_of=prefix_of)
         self.url = self.cluster.url
 
     def start(self) -> None:

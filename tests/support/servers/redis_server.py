@@ -44,7 +44,7 @@ class RedisServer:
     ) -> None:
         self.host = host
         self._prefix = prefix
-        self._folder = folder
+        self.home = folder
         self._persistence = DURABLE if durable else NO_PERSISTENCE
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class RedisServer:
                 *(() if self.host == LOOPBACK else OPEN),
                 *self._persistence,
             ],
-            cwd=self._folder,
+            cwd=self.home,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ from services.common.settings.service import TlsSettings
 from tests.support.servers.redis_server import RedisServer
 
 SLOTS = 16_384
+PrefixOf = Callable[[str], Sequence[str]]
+"""Returns what runs a server, by its name."""
+
+
+def no_prefix(_: str) -> Sequence[str]:
+    """Returns nothing: the server runs by itself."""
+    return ()
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
@@ -61,10 +68,19 @@ class RedisCluster:
         size: number of masters.
         replicas: whether each master has a replica.
         node_timeout_ms: after which a node that does not answer is replaced by its replica.
+        prefix_of: returns what runs a node, by the name of its folder.
     """
 
-    def __init__(self, folder: Path, size: int = 3, replicas: bool = False, node_timeout_ms: int = 5000) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int = 3,
+        replicas: bool = False,
+        node_timeout_ms: int = 5000,
+        prefix_of: PrefixOf = no_prefix,
+    ) -> None:
         self._folder = folder
+        self._prefix_of = prefix_of
         self._size = size
         self._node_timeout_ms = node_timeout_ms
         self._bus_ports: dict[int, int] = {}
@@ -76,7 +92,7 @@ class RedisCluster:
         home.mkdir()
         timeout = ("--cluster-node-timeout", str(self._node_timeout_ms))
         options = ("--cluster-enabled", "yes", *timeout, "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0")
-        node = RedisServer(home, *options)
+        node = RedisServer(home, *options, prefix=self._prefix_of(home.name))
         self._bus_ports[node.port] = bus
         return node
 
@@ -181,29 +197,33 @@ class RedisSentinels:
     Args:
         tls: what all of them show and trust; they then want certificates of their callers and talk TLS to each other,
             and only the tests' own questions are plain text.
+        prefix_of: returns what runs a server, by the name of its folder.
     """
 
     SERVICE = "sluice"
 
-    def __init__(self, folder: Path, tls: TlsSettings | None = None) -> None:
+    def __init__(self, folder: Path, tls: TlsSettings | None = None, prefix_of: PrefixOf = no_prefix) -> None:
         homes = [folder / name for name in ("master", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
         for home in homes:
             home.mkdir()
         self._ports = [free_port() for _ in homes] if tls else []
         secure = [[] if tls is None else _secure(tls, port) for port in self._ports or [0] * len(homes)]
-        self.master = RedisServer(homes[0], *secure[0])
+        prefixes = [prefix_of(home.name) for home in homes]
+        self.master = RedisServer(homes[0], *secure[0], prefix=prefixes[0])
         leader = self._ports[0] if tls else self.master.port
         self.replica = RedisServer(
-            homes[1], *secure[1], "--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0"
+            homes[1],
+            *(*secure[1], "--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0"),
+            prefix=prefixes[1],
         )
         self.sentinels = []
-        for home, flags in zip(homes[2:], secure[2:], strict=True):
+        for home, flags, prefix in zip(homes[2:], secure[2:], prefixes[2:], strict=True):
             (home / "sentinel.conf").write_text(
                 f"sentinel monitor {self.SERVICE} 127.0.0.1 {leader} 2\n"
                 f"sentinel down-after-milliseconds {self.SERVICE} 1500\n"
                 f"sentinel failover-timeout {self.SERVICE} 5000\n"
             )
-            self.sentinels.append(RedisServer(home, "sentinel.conf", "--sentinel", *flags))
+            self.sentinels.append(RedisServer(home, "sentinel.conf", "--sentinel", *flags, prefix=prefix))
 
     @property
     def url(self) -> str:

@@ -36,7 +36,7 @@ def test_fault_matrix_of_a_cell_that_cannot_run_is_not_run_and_not_green() -> No
         "--part",
         "router",
         "--fault",
-        "token-rotated",
+        "rolling-upgrade",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0

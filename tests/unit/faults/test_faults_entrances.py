@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.faults.entrances import Attempts, Entrances, RequestFailedError, is_cut
 
-GATEWAYS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+GATEWAYS = ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,9 @@ GATEWAYS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         (httpx.ReadTimeout("silent"), True),
         (ConnectionError("closed"), True),
         (RequestFailedError("503 No postprocess replica is ready; try again later."), True),
+        (RequestFailedError("503 The preprocess service cannot be reached."), True),
+        (AssertionError("{'message': 'The gateway is shutting down; retry the request.'}"), True),
+        (TimeoutError("timed out during opening handshake"), True),
         (RequestFailedError("POST /v1/messages: 500 broken"), False),
         (AssertionError("wrong"), False),
     ],
@@ -33,7 +36,7 @@ async def asked(retries: tuple[str, ...], failing: set[str], error: Exception) -
     entrances.retries = retries
 
     async def call(client: Any) -> str:
-        seen.append(str(client.base_url).rstrip("/"))
+        seen.append(client.base_url.netloc.decode())
         if seen[-1] in failing:
             raise error
         return "answer"
@@ -49,6 +52,21 @@ async def test_request_whose_gateway_is_gone_is_repeated_at_the_other_one() -> N
     seen, attempts = await asked(("gateways",), {GATEWAYS[1]}, httpx.ConnectError("refused"))
     assert seen == [GATEWAYS[1], GATEWAYS[0]]
     assert attempts.retried == 1
+
+
+async def test_request_of_several_calls_stays_at_the_gateway_that_answered() -> None:
+    entrances, attempts, seen = Entrances(GATEWAYS, [], []), Attempts(turn=0), []
+    entrances.retries = ("gateways",)
+
+    async def call(client: Any) -> None:
+        seen.append(client.base_url.netloc.decode())
+        if seen[-1] == GATEWAYS[0]:
+            raise httpx.ReadTimeout("silent")
+
+    for _ in range(3):
+        await entrances.at_one("gateways", call, attempts)
+    await entrances.close()
+    assert seen == [GATEWAYS[0], *GATEWAYS[1:] * 3]
 
 
 @pytest.mark.parametrize(

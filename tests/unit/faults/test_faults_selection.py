@@ -11,7 +11,7 @@ from tests.support.faults.breaks import BREAKS
 from tests.support.faults.host import NEEDS, Host
 from tests.support.faults.injections import FAULTS
 from tests.support.faults.loads import LOADS
-from tests.support.faults.parts import PARTS
+from tests.support.faults.parts import PARTS, TOPOLOGIES, victims
 from tests.support.faults.selection import UnknownNameError, broken, missing, planned
 
 ABLE = Host(dict.fromkeys(NEEDS, str))
@@ -26,8 +26,32 @@ def test_planned_without_options_is_everything_that_can_happen() -> None:
     assert {fault for _, fault in pairs} == FAULTS.keys()
     assert ("redis", "flushall") in pairs
     assert ("router", "flushall") not in pairs
-    topologies = [row.part.topology for row in rows]
-    assert sum(one != other for one, other in pairwise(topologies)) == len(set(topologies)) - 1
+    suites = [row.suite for row in rows]
+    assert sum(one != other for one, other in pairwise(suites)) == len(set(suites)) - 1
+
+
+def test_fault_that_names_a_topology_runs_in_it() -> None:
+    rows = planned(["worker", "router"], ["sigkill", "token-rotated"], ["chat"], ABLE)
+    assert [(row.part.name, row.fault.name, row.suite) for row in rows] == [
+        ("worker", "sigkill", ("pool", False)),
+        ("router", "sigkill", ("pool", False)),
+        ("worker", "token-rotated", ("secured", False)),
+        ("router", "token-rotated", ("secured", False)),
+    ]
+
+
+def test_processes_have_clocks_of_their_own_only_where_these_are_wrong() -> None:
+    rows = planned(["redis"], ["sigkill", "clock-10min", "flushall"], ["chat"], ABLE)
+    assert [(row.fault.name, row.suite) for row in rows] == [
+        ("sigkill", ("pool", False)),
+        ("flushall", ("pool", False)),
+        ("clock-10min", ("pool", True)),
+    ]
+
+
+def test_secured_suite_has_the_victims_of_the_parts_that_run_in_it() -> None:
+    assert victims(TOPOLOGIES["secured"]) == victims(TOPOLOGIES["pool"])
+    assert victims(TOPOLOGIES["cluster"]) == ["redis"]
 
 
 def test_planned_options_choose_cells() -> None:

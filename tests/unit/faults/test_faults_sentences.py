@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.faults.injections import FAULTS
+from tests.support.faults.leftovers import Left
 from tests.support.faults.loads import LOADS
 from tests.support.faults.outcome import Cell
 from tests.support.faults.parts import PARTS
-from tests.support.faults.sentences import SENTENCES, excuse
+from tests.support.faults.sentences import LEFT_SENTENCES, SENTENCES, excuse, excuse_left
 
 LOST = "request 1, -0.5 s: RequestFailedError: the reservation was lost: matrix-1 on worker-0"
 
@@ -23,6 +24,11 @@ def test_excuse_of_a_perfect_cell_is_empty() -> None:
 
 def test_excuse_of_a_reservation_that_ends_with_its_worker_is_its_sentence() -> None:
     assert "ends with the worker" in excuse(cell("worker", "sigkill", "route", LOST))
+
+
+def test_excuse_of_a_reservation_that_flushall_deleted_is_its_sentence_and_of_a_later_one_none() -> None:
+    assert "FLUSHALL" in excuse(cell("redis", "flushall", "route", LOST))
+    assert excuse(cell("redis", "flushall", "route", LOST.replace("-0.5 s", "+1.5 s"))) == ""
 
 
 @pytest.mark.parametrize(
@@ -49,8 +55,29 @@ def test_excuse_of_clients_that_asked_the_other_gateway_is_its_sentence() -> Non
     assert excuse(cell("gateway", "sigkill", "chat", "request 0, +1.0 s: 502", retried=3)) == ""
 
 
+KEPT = Left(keys={"{sluice:responses}:sizes": 1, "{sluice:batches}:usage": 1})
+
+
+def test_excuse_of_what_a_stopped_gateway_stored_late_is_its_sentence() -> None:
+    assert "is left" in excuse_left("gateway", "sigstop-60s", KEPT)
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "left"),
+    [
+        ("gateway", "sigstop-60s", Left()),
+        ("gateway", "sigkill", KEPT),
+        ("router", "sigstop-60s", KEPT),
+        ("gateway", "sigstop-60s", Left(keys={**(KEPT.keys or {}), "{sluice:tiny}:claim:*": 1})),
+        ("gateway", "sigstop-60s", Left(keys=KEPT.keys, reservations=1)),
+    ],
+)
+def test_excuse_of_anything_else_that_is_left_is_empty(part: str, fault: str, left: Left) -> None:
+    assert excuse_left(part, fault, left) == ""
+
+
 def test_sentences_name_known_parts_faults_and_loads() -> None:
-    for sentence in SENTENCES:
+    for sentence in (*SENTENCES, *LEFT_SENTENCES):
         assert set(sentence.parts) <= PARTS.keys()
         assert set(sentence.faults) <= FAULTS.keys()
         assert set(sentence.loads) <= LOADS.keys()

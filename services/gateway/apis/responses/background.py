@@ -1,7 +1,8 @@
 """Background responses: they go on when their request has been answered, and their state is stored.
 
 The gateway that runs one renews its lease in the store. Once the lease has expired, every gateway reports the response
-as failed: the gateway that ran it has stopped.
+as failed: the gateway that ran it has stopped. It has expired when the gateway's own clock and the store's say so:
+neither a gateway nor a store whose clock is wrong ends responses that others run.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class BackgroundResponses:
             return stored
         state = await self._store.parsed(stored.response)
         lease_until = state.pop(LEASE, 0.0)
-        if lease_until > self._clock():
+        if lease_until > self._clock() or await self._store.age_s(owner, response_id) < self._lease_s:
             return StoredResponse(orjson.dumps(state), stored.items)
         message = "The gateway that ran this response stopped before its end; create the response again."
         state |= {"status": "failed", "error": {"code": "server_error", "message": message, "param": None}}

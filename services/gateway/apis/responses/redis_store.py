@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 from services.common.base.errors import unavailable
@@ -24,7 +25,7 @@ MAX_PENDING_WRITES_PER_OWNER = MAX_PENDING_WRITES // 4
 MAX_PENDING_BYTES = 64 << 20
 """Bytes of all responses that are being written to Redis; further ones are not stored, which is logged."""
 _LENGTH = 8
-_READS = frozenset(("find", "used"))
+_READS = frozenset(("age", "find", "used"))
 
 
 class RedisStore(ResponseStore):
@@ -99,6 +100,13 @@ class RedisStore(ResponseStore):
             return None
         end = _LENGTH + int.from_bytes(value[:_LENGTH], "big")
         return StoredResponse(value[_LENGTH:end], value[end:])
+
+    async def age_s(self, owner: str, response_id: str) -> float:
+        """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        if (owner, response_id) in self._pending:
+            return 0.0
+        age_ms = await self._query(owner, "age", response_id)
+        return inf if age_ms is None else int(age_ms) / 1000
 
     async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""

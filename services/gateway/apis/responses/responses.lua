@@ -3,7 +3,7 @@
 -- values:OWNER: id -> value; times:OWNER: id -> time stored. times: OWNER\nid -> time stored; sizes: OWNER\nid -> bytes;
 -- bytes, counts: owner -> bytes, responses; total: bytes of all.
 -- ARGV: owner, then "put" id value bytes ttl_ms, most responses and bytes of an owner, of all, expected
---   | "delete" id | "find" id ttl_ms | "used"
+--   | "delete" id | "find" id ttl_ms | "age" id | "used"
 -- bytes: -1 for a value that may not be stored. expected: SHA-1 of the value to replace; "none": only if there is none;
 -- empty: any.
 local base, owner, operation, id = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
@@ -48,6 +48,11 @@ local function find(ttl_ms)
 end
 
 if operation == 'find' then return find(tonumber(ARGV[4])) end
+
+if operation == 'age' then
+  local stored_at = redis.call('ZSCORE', times(owner), id)
+  return stored_at and now_ms() - stored_at
+end
 
 local value, size, ttl = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local owner_responses, owner_bytes, max_responses, max_bytes = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]),

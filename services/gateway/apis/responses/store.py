@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple, Self
 
 from services.common.base.errors import ErrorKind, SluiceError
@@ -83,6 +84,10 @@ class ResponseStore(ABC):
         """Returns the response, or None if it is not stored (any more) or belongs to another owner."""
 
     @abstractmethod
+    async def age_s(self, owner: str, response_id: str) -> float:
+        """Returns the seconds since a response was last stored, by the store's clock; infinite if it is not stored."""
+
+    @abstractmethod
     async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
         """Stores a value if the stored one is the expected one (None: there is none), and returns whether it was.
 
@@ -146,6 +151,11 @@ class MemoryStore(ResponseStore):
         self._expire()
         found = self._owners[owner].get(response_id) if owner in self._owners else None
         return found[1] if found else None
+
+    async def age_s(self, owner: str, response_id: str) -> float:
+        """See ResponseStore."""
+        self._expire()
+        return self._clock() - self._stored_at.get((owner, response_id), -inf)
 
     async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
         """See ResponseStore."""

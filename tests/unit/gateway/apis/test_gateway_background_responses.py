@@ -29,7 +29,7 @@ class Gateways:
 
     def __init__(self, lease_s: float = 30.0, most: int = 256) -> None:
         self.clock = Clock(100.0)
-        self.store = MemoryStore(StoreLimits.of(100, 1 << 20), 3600)
+        self.store = MemoryStore(StoreLimits.of(100, 1 << 20), 3600, self.clock)
         self.one, self.two = (
             BackgroundResponses(self.store, GatewaySettings(), self.clock, lease_s, most) for _ in range(2)
         )
@@ -67,6 +67,17 @@ async def test_a_response_whose_gateway_died_has_failed_once_its_lease_expired()
         state = await gateways.seen()
         assert state is not None
         assert (state["status"], state["error"]["code"]) == ("failed", "server_error")
+
+
+@pytest.mark.parametrize("wrong", ["gateway", "store"])
+async def test_response_in_progress_goes_on_beside_a_clock_that_is_ten_minutes_ahead(wrong: str) -> None:
+    gateways, ahead = Gateways(), Clock(700.0)
+    gateways.one.update(gateways.one.begin(OWNER, ID, b"[]"), QUEUED)
+    if wrong == "gateway":
+        gateways.two = BackgroundResponses(gateways.store, GatewaySettings(), ahead)
+    else:
+        gateways.store._clock = ahead
+    assert await gateways.seen() == QUEUED
 
 
 async def test_a_running_response_renews_its_lease() -> None:
