@@ -78,4 +78,4 @@ def test_fault_in_a_cell_is_no_more_than_a_pause_to_clients(
 def test_matrix_without_migration_is_red() -> None:
     ended = tool("--part", "worker", "--fault", "sigkill", "--load", "chat", "--break", "migration-off")
     assert ended.returncode == 1, ended.stderr
-    assert "red: worker, sigkill, chat: " in ended.stderr
+    assert "red: migration-off, worker, sigkill, chat: " in ended.stderr
