@@ -36,6 +36,8 @@ from churn_load import DEADLINE_S, GUEST, ChurnLoad, Seen
 from services.common.net.ports import free_port
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.faults.access import PLAIN, Access
+from tests.support.faults.credentials import Credentials
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.redis_server import RedisServer
 
@@ -58,6 +60,26 @@ CALM_S = 5.0
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ChurnedSuite:
+    """A suite to churn, and where to look.
+
+    Attributes:
+        metrics: host:port of the metrics of some processes.
+        credentials: with which its services trust each other; None: they use plain text.
+    """
+
+    suite: LooseSuite
+    redis: RedisServer
+    metrics: Mapping[str, str]
+    credentials: Credentials | None = None
+
+    @property
+    def access(self) -> Access:
+        """How an operator reaches its services."""
+        return PLAIN if self.credentials is None else self.credentials.access()
+
+
 @dataclass
 class Churn:
     """Ends and starts processes of a suite; see the module.
@@ -67,7 +89,7 @@ class Churn:
         guest_since: when the guest model's worker was listed by all routers; None: it is away, or comes and goes.
     """
 
-    suite: LooseSuite
+    churned: ChurnedSuite
     draw: random.Random
     tiers: Mapping[str, Sequence[str]] = field(default_factory=lambda: TIERS)
     events: int = 0
@@ -86,13 +108,13 @@ class Churn:
             await self._start_due(time.monotonic())
             self._end_one()
         await self._start_due(float("inf"))
-        await asyncio.to_thread(self.suite.wait_ready, len(self.suite.workers))
+        await asyncio.to_thread(self.churned.suite.wait_ready, len(self.churned.suite.workers))
         await self._until_guest_listed()
 
     async def _start_due(self, now: float) -> None:
         for name in [name for name, until in self._away.items() if until <= now]:
             del self._away[name]
-            await asyncio.to_thread(self.suite.start, name)
+            await asyncio.to_thread(self.churned.suite.start, name)
             self._rested[name] = time.monotonic() + RESTED_S
             self._print(name, "starts")
             if name in TIERS[GUEST]:
@@ -110,7 +132,7 @@ class Churn:
             return
         if tier == GUEST:
             self.guest_since = None
-        self.suite.end(name, how)
+        self.churned.suite.end(name, how)
         self.events += 1
         self._away[name] = now + away_s
         self._print(name, how.name)
@@ -128,8 +150,9 @@ class Churn:
         raise RuntimeError(f"the worker of model {GUEST} was not listed within {DEADLINE_S:g} s of its start")
 
     async def _is_guest_listed(self) -> bool:
+        access = self.churned.access
         for name in TIERS["router"]:
-            async with grpc.aio.insecure_channel(self.suite.address(name)) as channel:
+            async with access.channel(self.churned.suite.address(name), "router") as channel:
                 try:
                     request = router_pb2.ListWorkersRequest(model=GUEST)
                     response = await router_pb2_grpc.RouterStub(channel).ListWorkers(request, timeout=2)
@@ -139,27 +162,15 @@ class Churn:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class ChurnedSuite:
-    """A suite to churn, and where to look.
-
-    Attributes:
-        metrics: host:port of the metrics of some processes.
-    """
-
-    suite: LooseSuite
-    redis: RedisServer
-    metrics: Mapping[str, str]
-
-
 @contextmanager
 def churned_suite(
-    gateway_flags: tuple[str, ...] = (), measured: Sequence[str] = ("postprocess-0",)
+    gateway_flags: tuple[str, ...] = (), measured: Sequence[str] = ("postprocess-0",), secured: bool = False
 ) -> Iterator[ChurnedSuite]:
     """Runs the suite.
 
     Args:
         measured: processes other than the gateway that have metrics.
+        secured: its services use mutual TLS and tokens between each other.
     """
     with tempfile.TemporaryDirectory() as folder:
         redis = RedisServer(Path(folder))
@@ -173,6 +184,10 @@ def churned_suite(
             flags_of[TIERS[GUEST][0]] = ("--model", f"{GUEST}={model}")
             for name, address in metrics.items():
                 flags_of[name] = (*flags_of.get(name, ()), "--metrics-listen", address)
+            credentials = Credentials(Path(folder), https=False) if secured else None
+            if credentials is not None:
+                for name in ("gateway", *(name for names in TIERS.values() for name in names)):
+                    flags_of[name] = (*flags_of.get(name, ()), *credentials.flags(name))
             slow = ("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--drain-s", "1")
             with LooseSuite(
                 model,
@@ -184,29 +199,27 @@ def churned_suite(
                 preprocess=2,
                 routers=2,
             ) as suite:
-                yield ChurnedSuite(suite, redis, metrics)
+                yield ChurnedSuite(suite, redis, metrics, credentials)
         finally:
             redis.stop()
 
 
-async def nothing_left(suite: LooseSuite, metrics: str) -> dict[str, float]:
-    """Returns what is left of all requests, by kind, when nothing more goes away.
-
-    Args:
-        metrics: of a postprocess replica.
-    """
+async def nothing_left(churned: ChurnedSuite) -> dict[str, float]:
+    """Returns what is left of all requests, by kind, when nothing more goes away."""
+    suite = churned.suite
     gateway = psutil.Process(suite.pid("gateway"))
     workers = tuple(suite.address(name) for name in suite.workers)
     router = suite.address(TIERS["router"][0])
-    remaining = await left(Places(suite.url, f"http://{metrics}", router, workers, gateway))
+    postprocess = f"http://{churned.metrics['postprocess-0']}"
+    remaining = await left(Places(suite.url, postprocess, router, workers, gateway, churned.access.channel))
     del remaining["connections"]  # of the loads' own clients, kept alive
     return remaining
 
 
-async def run_churn(suite: LooseSuite, metrics: str, seed: int, minutes: float, streams: int, rate: float) -> bool:
+async def run_churn(churned: ChurnedSuite, seed: int, minutes: float, streams: int, rate: float) -> bool:
     """Runs the load beside the churn and prints what became of it; returns whether all is as it has to be."""
-    churn = Churn(suite, random.Random(seed), guest_since=time.monotonic())
-    load = ChurnLoad(suite.url, streams, rate, churn.guest_serves)
+    churn = Churn(churned, random.Random(seed), guest_since=time.monotonic())
+    load = ChurnLoad(churned.suite.url, streams, rate, churn.guest_serves)
     await load.learn()
     stop = asyncio.Event()
     loading = asyncio.create_task(load.run(stop))
@@ -217,7 +230,7 @@ async def run_churn(suite: LooseSuite, metrics: str, seed: int, minutes: float, 
     finally:
         stop.set()
         await loading
-    remaining = await nothing_left(suite, metrics)
+    remaining = await nothing_left(churned)
     print(f"events: {churn.events}, longest request {longest_s:.1f} s, longest pause in a stream {pause_s:.1f} s")
     report(load.seen, remaining)
     return not load.seen.problems and not any(remaining.values())
@@ -243,8 +256,7 @@ def main(
     failed = []
     with churned_suite() as churned:
         for number in seed or [1]:
-            metrics = churned.metrics["postprocess-0"]
-            good = uvloop.run(run_churn(churned.suite, metrics, number, minutes, streams, rate))
+            good = uvloop.run(run_churn(churned, number, minutes, streams, rate))
             failed += [] if good else [number]
             print(f"seed {number}, {minutes:g} minutes: {'all as it has to be' if good else 'FAILED'}", flush=True)
     raise typer.Exit(1 if failed else 0)

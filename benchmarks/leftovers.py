@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -27,6 +27,7 @@ class Places:
         router: host:port.
         workers: host:port of each.
         process: of the gateway.
+        channel: opens a channel to an address of a service.
     """
 
     gateway: str
@@ -34,6 +35,7 @@ class Places:
     router: str
     workers: tuple[str, ...]
     process: psutil.Process
+    channel: Callable[[str, str], grpc.aio.Channel] = lambda address, service: grpc.aio.insecure_channel(address)
 
 
 def address(process: psutil.Process) -> str:
@@ -57,12 +59,12 @@ async def _look(places: Places) -> dict[str, float]:
         texts = [(await client.get(f"{url}/metrics")).text for url in (places.gateway, places.postprocess)]
     found = {"gateway streams": _gauge(texts[0], "sluice_gateway_live_streams")}
     found["postprocess streams"] = _gauge(texts[1], "sluice_postprocess_streams")
-    async with grpc.aio.insecure_channel(places.router) as channel:
+    async with places.channel(places.router, "router") as channel:
         loads = await router_pb2_grpc.RouterStub(channel).GetLoads(router_pb2.GetLoadsRequest())
         found["reservations"] = float(sum(load.requests for load in loads.loads))
     found["worker requests"] = 0.0
     for worker in places.workers:
-        async with grpc.aio.insecure_channel(worker) as channel:
+        async with places.channel(worker, "worker") as channel:
             info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest())
             found["worker requests"] += info.load.running_requests + info.load.waiting_requests
     port = int(places.gateway.rpartition(":")[2])

@@ -1,22 +1,25 @@
-"""Hours of churn, rude clients, batches and images, and what lives through it holds more and more of.
+"""Hours of churn, rude clients, batches, images and renewed certificates, and what lives through it holds more of.
 
     python benchmarks/soak.py --hours 2 --svg soak.svg
 
-The suite and the churn of `churn.py`; the gateway, the first replica of each tier and Redis live throughout. Of each
-process, memory, open files, threads and tasks are sampled, of Redis memory, keys and reservations, and after a warm-up
-a line is fitted: growth beyond its standard error fails, as does any request with another answer than before the churn,
-and anything left of requests at the end.
+The suite and the churn of `churn.py`, with mutual TLS between its services, whose certificates last for minutes and are
+renewed. The gateway, the first replica of each tier and Redis live throughout. Of each process, memory, open files,
+threads and tasks are sampled, of Redis memory, keys and reservations, and after a warm-up a line is fitted: growth
+beyond its standard error fails, as does any request with another answer than before the churn, and anything left of
+requests at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +44,8 @@ LEAST = {"memory MiB": 8.0, "files": 3.0, "threads": 1.0, "tasks": 3.0, "keys": 
 """The least growth in all that is growth, by quantity."""
 SAMPLE_EVERY_S = 5.0
 CALM_S = 10.0
+CERTIFICATE_LASTS = timedelta(minutes=5)
+RENEWED_EVERY_S = 120.0
 _KEPT_FILES_S = "120"
 _TASKS = re.compile(r"^sluice_process_tasks(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -88,10 +93,21 @@ class Samples:
         }
 
 
+async def renew(churned: ChurnedSuite, stop: asyncio.Event) -> None:
+    """Renews the certificates of all processes, long before they expire."""
+    assert churned.credentials is not None
+    while not stop.is_set():
+        for name in churned.suite.names:
+            await asyncio.to_thread(churned.credentials.issue, name, CERTIFICATE_LASTS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RENEWED_EVERY_S):
+                await stop.wait()
+
+
 async def run_soak(churned: ChurnedSuite, seed: int, hours: float, streams: int, rate: float) -> tuple[bool, Samples]:
     """Runs all loads beside the churn and the sampling, and prints what became of the requests."""
     suite = churned.suite
-    churn = Churn(suite, random.Random(seed), {**CHURNED, GUEST: TIERS[GUEST]}, guest_since=time.monotonic())
+    churn = Churn(churned, random.Random(seed), {**CHURNED, GUEST: TIERS[GUEST]}, guest_since=time.monotonic())
     load = ChurnLoad(suite.url, streams, rate, churn.guest_serves)
     await load.learn()
     samples = Samples(churned)
@@ -100,6 +116,7 @@ async def run_soak(churned: ChurnedSuite, seed: int, hours: float, streams: int,
         run_rude(suite.url, stop),
         run_batches(suite.url, load.seen, stop),
         run_images(suite.url, load.seen, stop),
+        renew(churned, stop),
     )
     loading = asyncio.gather(load.run(stop), *others)
     try:
@@ -108,7 +125,7 @@ async def run_soak(churned: ChurnedSuite, seed: int, hours: float, streams: int,
     finally:
         stop.set()
         await loading
-    remaining = await nothing_left(suite, churned.metrics["postprocess-0"])
+    remaining = await nothing_left(churned)
     print(f"events: {churn.events}, longest pause in a stream {load.seen.longest_pause_s:.1f} s")
     report(load.seen, remaining)
     return not load.seen.problems and not any(remaining.values()), samples
@@ -155,7 +172,7 @@ def main(
 ) -> None:
     """Soak a suite for hours, and fit a line to what each process holds."""
     others = [name for name in KEPT if name != "gateway"]
-    with churned_suite(("--files-kept-s", _KEPT_FILES_S), others) as churned:
+    with churned_suite(("--files-kept-s", _KEPT_FILES_S), others, secured=True) as churned:
         good, samples = uvloop.run(run_soak(churned, seed, hours, streams, rate))
     slopes = {key: slope_of(points) for key, points in samples.points.items()}
     Console(width=120).print(shown(slopes, samples.points))

@@ -28,11 +28,13 @@ class Credentials:
     Args:
         folder: for all files.
         hosts: addresses of processes besides loopback, which certificates name.
+        https: whether gateways have HTTPS.
     """
 
-    def __init__(self, folder: Path, hosts: Iterable[str] = ()) -> None:
+    def __init__(self, folder: Path, hosts: Iterable[str] = (), https: bool = True) -> None:
         self._authority = Authority(folder / "certificates")
         self._hosts = tuple(hosts)
+        self._https = https
         self._made = folder / "made-tokens"
         self._given = folder / "tokens"
         tokens.make(self._made, tokens.Options())
@@ -44,7 +46,7 @@ class Credentials:
         files = {"--tls-cert": trust.tls_cert, "--tls-key": trust.tls_key, "--tls-ca": trust.tls_ca}
         files["--peer-token-file"] = self._given / name / tokens.SHOWN
         if _service(name) == GATEWAY:
-            files |= {"--https-cert": trust.tls_cert, "--https-key": trust.tls_key}
+            files |= {"--https-cert": trust.tls_cert, "--https-key": trust.tls_key} if self._https else {}
         else:
             files["--tokens-file"] = self._given / name / tokens.ACCEPTED
         return ("--tls-require-client-cert", *(word for flag, file in files.items() for word in (flag, str(file))))
@@ -73,7 +75,7 @@ class Credentials:
         grpc_trust = channel_credentials(trust)
         assert grpc_trust is not None
         shown = shown_tokens(SecretStr(""), self._given / OPERATOR / tokens.SHOWN)
-        context = ssl.create_default_context(cafile=str(trust.tls_ca))
+        context = ssl.create_default_context(cafile=str(trust.tls_ca)) if self._https else None
         return Access(context, PeerCredentials(grpc_trust.tls, shown))
 
 
