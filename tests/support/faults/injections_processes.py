@@ -158,6 +158,7 @@ async def upgraded_in_turn(scene: Scene) -> None:
 async def _restart_all(scene: Scene, tree: Path | None) -> None:
     for name in scene.place.names:
         if name.startswith(scene.part.tier):
-            await scene.place.end(name, signal.SIGTERM)
+            if scene.place.runs(name):  # not if an upgrade was interrupted there
+                await scene.place.end(name, signal.SIGTERM)
             await scene.place.start_again(name, tree)
             await scene.place.whole()

@@ -186,6 +186,10 @@ class Place:
             return self.names_server.pid
         return self.redis.pid if name == REDIS else self.suite.pid(name)
 
+    def runs(self, name: str) -> bool:
+        """Whether a process has not ended."""
+        return psutil.pid_exists(self.pid(name))
+
     def _own(self, name: str) -> RedisServer | NameServer | None:
         """Returns a process that is not the suite's."""
         return self.redis if name == REDIS else self.names_server if name == DNS else None
@@ -232,10 +236,12 @@ class Place:
 
         Raises:
             TimeoutError: one has not in time.
+            AssertionError: a process has ended by itself.
         """
         await until(self._is_whole, within_s, pause_s=0.1)
 
     async def _is_whole(self) -> bool:
+        self.suite.check_live()
         wanted = {"preprocess": 2, "router": 2, "postprocess": 2}
         async with self.access.http(timeout=5) as client:
             for name in self.suite.gateways:
