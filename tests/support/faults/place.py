@@ -236,10 +236,12 @@ class Place:
 
         Raises:
             TimeoutError: one has not in time.
+            AssertionError: a process has ended by itself.
         """
         await until(self._is_whole, within_s, pause_s=0.1)
 
     async def _is_whole(self) -> bool:
+        self.suite.check_live()
         wanted = {"preprocess": 2, "router": 2, "postprocess": 2}
         async with self.access.http(timeout=5) as client:
             for name in self.suite.gateways:

@@ -172,7 +172,7 @@ class LooseSuite:
         deadline = time.monotonic() + READY_S
         state: dict[str, Any] = {}
         while time.monotonic() < deadline:
-            self._all_live()
+            self.check_live()
             with contextlib.suppress(httpx.TransportError):
                 verify = True if self._trust is None else self._trust
                 answer = httpx.get(f"{self._url(gateway)}/ready?workers=0", timeout=5, verify=verify)
@@ -182,7 +182,8 @@ class LooseSuite:
             time.sleep(0.1)
         raise AssertionError(f"the suite did not become ready: {state}")
 
-    def _all_live(self) -> None:
+    def check_live(self) -> None:
+        """Raises AssertionError if a process has ended that was not told to."""
         for name in self._processes.keys() - self._told_to_end:
             code = self._processes[name].poll()
             assert code is None, f"{name} ended by itself with code {code}"
