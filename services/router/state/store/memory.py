@@ -28,6 +28,7 @@ from services.router.state.reservations.table import Reservation, ReservationPar
 from services.router.state.store.base import (
     ENDED_FOR_MS,
     KNOWN_FOR_S,
+    LEASE_MS,
     Applied,
     FellBehind,
     Lease,
@@ -47,9 +48,17 @@ MAX_ENDED = 50_000
 FEED_LIMIT = 1_024  # followers run in the same process and are never far behind
 
 
+_STARTED_NS = time.time_ns() - time.monotonic_ns()
+
+
 def unix_ms() -> int:
     """Returns the current Unix milliseconds."""
     return time.time_ns() // 1_000_000
+
+
+def steady_unix_ms() -> int:
+    """Returns the current Unix milliseconds by the clock as it was when this process started, wherever it moves."""
+    return (_STARTED_NS + time.monotonic_ns()) // 1_000_000
 
 
 def older_epoch(worker: Worker) -> SluiceError:
@@ -122,7 +131,7 @@ class MemoryStore(Store):
 
     def __init__(
         self,
-        now_ms: Callable[[], int] = unix_ms,
+        now_ms: Callable[[], int] = steady_unix_ms,
         random: Random | None = None,
         feed_limit: int = FEED_LIMIT,
     ) -> None:
@@ -283,7 +292,7 @@ class MemoryStore(Store):
         reports = {worker_id: record.report for worker_id, record in state.records.items() if record.report}
         return Pulse(state.book.loads, reports)
 
-    async def sweep(self, model: str) -> int:
+    async def sweep(self, model: str, lease_ms: int = LEASE_MS) -> int:
         state = self._model(model)
         now = self._now_ms()
         expired = [record for record in state.records.values() if record.lease_until_ms <= now]

@@ -45,6 +45,7 @@ from services.router.state.reservations.table import (
 )
 from services.router.state.store.base import (
     KNOWN_FOR_S,
+    LEASE_MS,
     QUEUE_LEASE_MS,
     Applied,
     FellBehind,
@@ -69,6 +70,8 @@ QUIET_MS = 500
 FEED_PACE_S = 0.005
 """Pause between two reads of a busy feed: each costs every router a round trip, whatever it returns."""
 SWEEP_AT_ONCE = 500
+CLOCK_ERROR_MS = 1_000
+"""How far the clock of Redis may be from where a router expects it, besides the time of a round trip."""
 MAX_FOLLOWED = 1_000
 """Models whose changes a router follows at the same time; further ones wait for their turn."""
 NEVER = 1e15  # a load that is never reached; stands for infinity, which scripts do not accept
@@ -120,6 +123,8 @@ class RedisStore(Store):
         self._random = random or Random()
         self._feed_limit = feed_limit
         self._model_registered_at: dict[str, float] = {}
+        self._swept_at: dict[str, tuple[int, int]] = {}  # by model: Redis' Unix ms, and ms of this process
+        self._clock_error_ms = int(1000 * timeout_s) + CLOCK_ERROR_MS
         self._servers = RedisServers(parse(url, credentials), timeout_s)
         self._client = RedisClient(self._servers, timeout_s)
         self._bulk = RedisClient(self._servers, timeout_s)  # for complete caches, so that they do not delay decisions
@@ -372,8 +377,17 @@ class RedisStore(Store):
         }
         return Pulse(loads, {worker_id.decode(): report for worker_id, report in _pairs(reports).items()})
 
-    async def sweep(self, model: str) -> int:
-        return int(await self._client.run("sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit))
+    async def sweep(self, model: str, lease_ms: int = LEASE_MS) -> int:
+        sent_at = time.monotonic_ns() // 1_000_000
+        last = self._swept_at.get(model)
+        expected = "" if last is None else last[0] + sent_at - last[1]
+        removed, now, moved = await self._client.run(
+            "sweep", self._tag(model), SWEEP_AT_ONCE, self._feed_limit, expected, self._clock_error_ms, lease_ms
+        )
+        self._swept_at[model] = now, sent_at
+        if moved:
+            log.warning("the clock of Redis has moved; all leases begin anew", extra={"model": model, "ms": moved})
+        return int(removed)
 
     async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:
         ended, found = await self._client.run(

@@ -16,7 +16,7 @@ from services.router.state.reservations.table import (
     ReservedRank,
 )
 from services.router.state.store.base import Store, StoreUnavailable
-from services.router.state.store.memory import unix_ms
+from services.router.state.store.memory import steady_unix_ms
 from services.router.state.store.store_health import StoreHealth
 from services.router.state.sync.recent_changes import RecentChanges
 from services.router.state.workers.worker import WorkerRank
@@ -33,7 +33,7 @@ class _Local:
     """Changes to the reservations of one model while the store is unavailable."""
 
     def __init__(self, random: Random) -> None:
-        self.book = ReservationTable(unix_ms, random)
+        self.book = ReservationTable(steady_unix_ms, random)
         self.marked: dict[str, None] = {}
         self.freed: dict[str, None] = {}
 

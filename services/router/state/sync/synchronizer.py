@@ -121,7 +121,7 @@ class IndexSynchronizer:
         view.predictions.drop_expired()
         view.drop_orphans(self._lease_s)
         if self._health.available_for_s > self._lease_s:
-            await self._store.sweep(view.model)
+            await self._store.sweep(view.model, int(1000 * self._lease_s))
         view.take(await self._store.pulse(view.model))
         await self._reconciler.correct(view)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -13,6 +14,7 @@ from random import Random
 from typing import cast
 
 import pytest
+from redis.asyncio import Redis
 
 from services.common.base.errors import ErrorKind
 from services.common.base.packing import pack_u64, unpack_u64
@@ -31,7 +33,7 @@ from services.router.state.kv_index.events import (
 )
 from services.router.state.kv_index.rank_cache import ApplyResult
 from services.router.state.reservations.cost import Limits, Load, Offer
-from services.router.state.reservations.table import AllBusy, Reservation, ReservationParams
+from services.router.state.reservations.table import AllBusy, Owner, Reservation, ReservationParams
 from services.router.state.store.base import FellBehind, Lease, Position, Store
 from services.router.state.store.memory import MemoryStore, unix_ms
 from services.router.state.store.redis import FEED_PACE_S, RedisStore
@@ -499,6 +501,52 @@ async def test_expired_reservations_are_swept(store: Store) -> None:
     assert await store.sweep(M) == 1
     assert (await store.pulse(M)).loads == {}
     assert await store.free(M, ["r"]) == ["r"]
+
+
+@pytest.mark.parametrize("moved_s", [600, -600, 7, -7])
+async def test_clock_of_redis_that_moves_ends_no_lease_and_no_reservation(
+    shared_redis: RedisServer, tmp_path: Path, moved_s: int
+) -> None:
+    stores = [RedisStore(shared_redis.url, prefix=tmp_path.name, timeout_s=1) for _ in range(2)]
+    one, other = stores
+    await one.register(worker("a"), "s1", 6_000)
+    await one.register(worker("dead"), "s2", 300)
+    owner = Owner("gateway", 4_000)
+    await one.select(M, [offer(A)], ReservationParams("r", 60_000, owner=owner))
+    for store in stores:
+        assert await store.sweep(M, 500) == 0
+    expiry, booked = await times_of(shared_redis, tmp_path, "r")
+    for store in stores:
+        move_clock(store, moved_s)
+    for store in stores:
+        assert await store.sweep(M, 500) == 0
+        assert await store.sweep_owners(M) == 0
+    moved = [
+        now - before for now, before in zip(await times_of(shared_redis, tmp_path, "r"), (expiry, booked), strict=True)
+    ]
+    assert moved == pytest.approx([max(moved_s, 0) * 1000, moved_s * 1000], abs=2_000)
+    await one.renew(M, "a", "s1", 6_000, None)
+    await asyncio.sleep(0.6)
+    assert await other.sweep(M, 500) == 1, "the lease of a worker that does not renew it ends in its time"
+    assert [one.worker_id for one in (await other.load(M)).workers] == ["a"]
+    assert (await other.pulse(M)).loads == {A: Load(10, 10, 1)}
+    assert await other.sweep_owners(M) == 1
+    for store in stores:
+        await store.close()
+
+
+async def times_of(redis: RedisServer, home: Path, request_id: str) -> list[int]:
+    """Returns expiry and time of a reservation, Unix ms."""
+    script = "local held = cmsgpack.unpack(redis.call('HGET', KEYS[1], ARGV[1])) return {held.x, held.b}"
+    async with Redis(port=redis.port) as client:
+        return list(await client.eval(script, 1, f"{{{home.name}:{M}}}:reservations", request_id))
+
+
+def move_clock(store: RedisStore, seconds: int) -> None:
+    """Lets scripts that a store runs from now on see another time of day than Redis'."""
+    for script in store._client._scripts.values():
+        script.text = script.text.replace("time[1] * 1000", f"(time[1] + {seconds}) * 1000")
+        script.sha = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
 
 
 async def test_booking_a_reservation_made_elsewhere(store: Store) -> None:

@@ -11,9 +11,11 @@ local EXPIRIES = base .. ':expiries'
 local ENDED = base .. ':ended'
 local OWNERS = base .. ':owners'
 local QUEUES = base .. ':queues'
+local CLOCK = base .. ':clock'
 local OP_HEADER = 6
 local ENDED_FOR_MS = 30000 -- as in store/base.py
 local MAX_ENDED = 50000
+local NOTICED_MS = 60000 -- a move of the clock is noticed once by all replicas
 local LONGER_MS = 1000 -- as in reservations/table.py
 local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 
