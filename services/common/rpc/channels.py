@@ -22,6 +22,9 @@ FOREIGN_KEEPALIVE_MS = 310_000
 while they have nothing to send."""
 MIN_PING_INTERVAL_MS = 5_000
 """Milliseconds between pings that servers of the suite permit, and workers advertise."""
+CONNECT_ATTEMPT_MS = 5_000
+"""How long a server may take to answer an attempt to connect, before it begins anew. If attempts ended sooner, a server
+with many clients that return would get several attempts from each, and could finish none."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Bytes of a message that a client of the suite sends or receives; a call with a longer one fails."""
 READ_AHEAD_BYTES = 1 << 20
@@ -69,7 +72,7 @@ def open_channel(
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # One channel per replica: shared subchannels would hide which connection failed.
         ("grpc.use_local_subchannel_pool", 1),

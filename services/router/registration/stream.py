@@ -175,7 +175,8 @@ class WorkerStream:
     async def close(self) -> bool:
         """Removes the worker after its stream ended, unless it attached elsewhere.
 
-        Its reservations are removed too, unless it announced to leave: then its requests still run.
+        Its reservations are removed too, unless it announced to leave, and its requests still run, or registers again
+        within a lease: then only the connection was lost.
 
         Returns:
             False if the store is unavailable; call `remove` when it returns.
@@ -196,7 +197,7 @@ class WorkerStream:
     async def remove(self) -> bool:
         """Removes the worker from the store; returns False if another stream owns it."""
         owned = await self._store.remove(
-            self.worker.model, self.worker.worker_id, self.session, keep_reservations=self.left
+            self.worker.model, self.worker.worker_id, self.session, self.left, awaited_ms=self._lease_ms
         )
         await self._store.release_claim(self.worker.worker_id, self.session)
         return owned

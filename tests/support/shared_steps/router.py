@@ -125,7 +125,7 @@ async def tend(fault: Fault) -> Outcome:
         async def models(self) -> list[str]:
             return list(views)
 
-        async def sweep(self, model: str) -> None:
+        async def sweep(self, model: str, lease_ms: int) -> None:
             fault.at(int(model[1:]))
 
         async def pulse(self, model: str) -> str:

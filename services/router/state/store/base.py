@@ -154,8 +154,15 @@ class Store(ABC):
         """Marks a worker as draining; its reservations remain. Returns False if `session` does not own it."""
 
     @abstractmethod
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
-        """Removes a worker. Returns False if `session` does not own it, because it attached elsewhere."""
+    async def remove(
+        self, model: str, worker_id: str, session: str, keep_reservations: bool = False, awaited_ms: int = 0
+    ) -> bool:
+        """Removes a worker. Returns False if `session` does not own it, because it attached elsewhere.
+
+        Args:
+            keep_reservations: its requests still run; else its reservations end with it.
+            awaited_ms: for how long they are kept all the same, in case that the same process registers again.
+        """
 
     @abstractmethod
     async def apply(

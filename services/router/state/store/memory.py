@@ -90,6 +90,7 @@ class _Model:
         self.pins = LocalSessionAffinity(now_ms)
         self._now_ms = now_ms
         self.ended: dict[str, int] = {}
+        self.departed: dict[str, tuple[Worker, int]] = {}  # by id, with the time at which their reservations end
 
     def free(self, request_ids: Sequence[str]) -> list[str]:
         """Releases all load of requests; returns the ids without reservations."""
@@ -110,6 +111,19 @@ class _Model:
     def applied(self, slot: WorkerRank, outcome: ApplyResult) -> Applied:
         cache = self.index.cache(slot)
         return Applied(outcome, 0 if cache is None else cache.sequence)
+
+    def arrive(self, worker: Worker) -> None:
+        """Ends the reservations of the process that had the id before, unless it is the same one."""
+        last, _ = self.departed.pop(worker.worker_id, (worker, 0))
+        if (last.epoch, last.holder) != (worker.epoch, worker.holder):
+            self.book.drop_worker(worker.worker_id)
+
+    def end_departed(self) -> None:
+        """Ends the reservations of workers that have not registered again in time."""
+        now = self._now_ms()
+        for worker_id in [worker_id for worker_id, (_, until) in self.departed.items() if until <= now]:
+            del self.departed[worker_id]
+            self.book.drop_worker(worker_id)
 
     def drop(self, worker_id: str, keep_reservations: bool) -> None:
         record = self.records.pop(worker_id)
@@ -178,6 +192,7 @@ class MemoryStore(Store):
             known = None
         if known is not None and known.worker.epoch > worker.epoch:
             raise older_epoch(worker)
+        model.arrive(worker)
         if known is not None and known.worker.epoch < worker.epoch:
             model.drop(worker.worker_id, keep_reservations=False)
         now = self._now_ms()
@@ -209,11 +224,16 @@ class MemoryStore(Store):
             state.feed.append(WorkerDraining(worker_id, record.worker.epoch))
         return record is not None
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
+    async def remove(
+        self, model: str, worker_id: str, session: str, keep_reservations: bool = False, awaited_ms: int = 0
+    ) -> bool:
         state = self._model(model)
         record = state.owned(worker_id, session)
         if record is not None:
-            state.drop(worker_id, keep_reservations)
+            awaited = awaited_ms > 0 and not keep_reservations
+            state.drop(worker_id, keep_reservations or awaited)
+            if awaited:
+                state.departed[worker_id] = record.worker, self._now_ms() + awaited_ms
             state.feed.append(WorkerDown(worker_id, record.worker.epoch))
         return record is not None
 
@@ -298,6 +318,7 @@ class MemoryStore(Store):
         expired = [record for record in state.records.values() if record.lease_until_ms <= now]
         for record in expired:
             await self.remove(model, record.worker.worker_id, record.session)
+        state.end_departed()
         return len(expired) + state.book.expire()
 
     async def correct(self, model: str, slot: WorkerRank, most: int, age_ms: int, computed: bool) -> tuple[int, int]:

@@ -208,9 +208,13 @@ class RedisStore(Store):
     async def leave(self, model: str, worker_id: str, session: str) -> bool:
         return bool(await self._client.run("leave", self._tag(model), worker_id, session, self._feed_limit))
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
+    async def remove(
+        self, model: str, worker_id: str, session: str, keep_reservations: bool = False, awaited_ms: int = 0
+    ) -> bool:
         keep = "1" if keep_reservations else "0"
-        return bool(await self._client.run("remove", self._tag(model), worker_id, session, keep, self._feed_limit))
+        return bool(
+            await self._client.run("remove", self._tag(model), worker_id, session, keep, self._feed_limit, awaited_ms)
+        )
 
     async def apply(
         self, model: str, worker_id: str, epoch: int, capacity: int, batches: Sequence[EventBatch]

@@ -356,6 +356,35 @@ async def test_a_lease_has_one_owner(store: Store) -> None:
     assert await held(store, A) is None
 
 
+@pytest.mark.parametrize("again", ["same", "restarted", "another", "never"])
+async def test_reservations_of_a_departed_worker_wait_for_the_same_process(store: Store, again: str) -> None:
+    process = replace(worker("a"), epoch=5, caller="w", lease_digest="key")
+    await store.register(process, "s1", 60_000)
+    await store.select(M, [offer(A)], ReservationParams("r", 60_000))
+    await apply(store, batch(1, 1), epoch=5)
+    assert await store.remove(M, "a", "s1", awaited_ms=200)
+    assert ((await store.load(M)).workers, await held(store, A)) == ([], None)
+    assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}
+    if again != "never":
+        changed = {"same": {}, "restarted": {"epoch": 6}, "another": {"lease_digest": "other"}}[again]
+        assert await store.register(replace(process, **changed), "s2", 60_000) == {}  # type: ignore[arg-type]
+    await store.sweep(M)
+    kept = {A: Load(10, 10, 1)}
+    assert (await store.pulse(M)).loads == (kept if again in ("same", "never") else {})
+    await asyncio.sleep(0.25)
+    await store.sweep(M)
+    assert (await store.pulse(M)).loads == (kept if again == "same" else {})
+
+
+async def test_reservations_of_a_worker_that_left_remain(store: Store) -> None:
+    await store.register(worker("a"), "s1", 60_000)
+    await store.select(M, [offer(A)], ReservationParams("r", 60_000))
+    assert await store.remove(M, "a", "s1", keep_reservations=True, awaited_ms=1)
+    await asyncio.sleep(0.01)
+    await store.sweep(M)
+    assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}
+
+
 async def test_expired_leases_are_swept_with_blocks_and_reservations(store: Store) -> None:
     await store.register(worker("a"), "s1", 1)
     await store.register(worker("b"), "s2", 60_000)

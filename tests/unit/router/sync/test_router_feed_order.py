@@ -43,8 +43,10 @@ class SharedStore(MemoryStore):
     async def ping(self) -> None:
         await self.reachable.wait()
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
-        owned = await super().remove(model, worker_id, session, keep_reservations)
+    async def remove(
+        self, model: str, worker_id: str, session: str, keep_reservations: bool = False, awaited_ms: int = 0
+    ) -> bool:
+        owned = await super().remove(model, worker_id, session, keep_reservations, awaited_ms)
         self.removed.set()
         await self.answering.wait()
         if self.lost_answers:

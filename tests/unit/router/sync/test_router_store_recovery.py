@@ -70,9 +70,11 @@ class HeldStore(MemoryStore):
         await self._wait("register")
         return await super().register(worker, session, lease_ms)
 
-    async def remove(self, model: str, worker_id: str, session: str, keep_reservations: bool = False) -> bool:
+    async def remove(
+        self, model: str, worker_id: str, session: str, keep_reservations: bool = False, awaited_ms: int = 0
+    ) -> bool:
         await self._wait("remove")
-        return await super().remove(model, worker_id, session, keep_reservations)
+        return await super().remove(model, worker_id, session, keep_reservations, awaited_ms)
 
     async def book(self, model: str, reservation: Reservation) -> None:
         said = replace(reservation)  # it travels as it is now

@@ -12,6 +12,7 @@ local ENDED = base .. ':ended'
 local OWNERS = base .. ':owners'
 local QUEUES = base .. ':queues'
 local CLOCK = base .. ':clock'
+local DEPARTED = base .. ':departed'
 local OP_HEADER = 6
 local ENDED_FOR_MS = 30000 -- as in store/base.py
 local MAX_ENDED = 50000

@@ -9,6 +9,12 @@ if known and (holder or '') ~= ARGV[8] then
   known = false
 end
 if known and known > epoch then return {0} end
+local departed = redis.call('HGET', DEPARTED, id)
+if departed then
+  local last = cmsgpack.unpack(departed)
+  if last.e ~= epoch or last.h ~= ARGV[8] then unbook_worker(id) end
+  redis.call('HDEL', DEPARTED, id)
+end
 if known and known < epoch then drop_worker(id, false) end
 redis.call('HSET', key, 'epoch', epoch, 'session', session, 'ranks', ranks, 'card', card, 'draining', '0',
   'holder', ARGV[8])

@@ -9,6 +9,12 @@ local function renew_all()
   for _, key in ipairs({WORKERS, OWNERS}) do
     for _, id in ipairs(redis.call('ZRANGE', key, 0, -1)) do redis.call('ZADD', key, now + ARGV[5], id) end
   end
+  local departed = redis.call('HGETALL', DEPARTED)
+  for at = 1, #departed, 2 do
+    local last = cmsgpack.unpack(departed[at + 1])
+    last.u = now + ARGV[5]
+    redis.call('HSET', DEPARTED, departed[at], cmsgpack.pack(last))
+  end
   local ahead = math.max(moved, 0)
   local reservations = redis.call('HGETALL', RESERVATIONS)
   for at = 1, #reservations, 2 do
@@ -31,6 +37,13 @@ local workers = redis.call('ZRANGEBYSCORE', WORKERS, '-inf', now, 'LIMIT', 0, AR
 for _, id in ipairs(workers) do
   local epoch = drop_worker(id, false)
   if epoch then feed(ARGV[2], 'down', id, epoch) end
+end
+local departed = redis.call('HGETALL', DEPARTED)
+for at = 1, #departed, 2 do
+  if cmsgpack.unpack(departed[at + 1]).u <= now then
+    redis.call('HDEL', DEPARTED, departed[at])
+    unbook_worker(departed[at])
+  end
 end
 local requests = redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', now, 'LIMIT', 0, ARGV[1])
 for _, request in ipairs(requests) do
