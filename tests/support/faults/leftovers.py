@@ -25,8 +25,8 @@ _LIVE = re.compile(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", re.MULT
 _MOVES = re.compile(
     r'^sluice_gateway_(?:migrations_total\{[^}]*outcome="moved"|text_moves_total\{)[^}]*\} (\S+)$', re.MULTILINE
 )
-_CACHES = re.compile(rb":blocks:|:session:")
-"""Keys of what workers have cached, which are there to stay."""
+_KEPT = re.compile(rb":blocks:|:session:|:clock$")
+"""Keys that are there to stay: of what workers have cached, and of a clock that has moved."""
 _VARYING = re.compile(r"\d{6,}|[0-9a-f]{8,}")
 
 
@@ -92,7 +92,7 @@ def _keys(place: Place) -> Mapping[str, int]:
         host, port = place.redis.host, place.redis.port
     counts: dict[str, int] = {}
     with Redis(host=host, port=port, protocol=2) as client:
-        for key in filterfalse(_CACHES.search, client.keys("*")):
+        for key in filterfalse(_KEPT.search, client.keys("*")):
             kind = _VARYING.sub("*", key.decode(errors="replace"))
             counts[kind] = counts.get(kind, 0) + 1
     return counts

@@ -52,7 +52,7 @@ SENTENCES = (
         "A reservation is of a worker's room: it ends with the worker, and the scheduler learns it when it frees it.",
         "the reservation was lost: .* on (worker|prefill)-",
         parts=("worker", "decode-worker", "prefill-worker"),
-        faults=(*_ENDING, *_SILENCING, "reset", "certificate-expired"),
+        faults=(*_ENDING, *_SILENCING),
         loads=("route",),
     ),
     Sentence(
