@@ -470,7 +470,7 @@ async def killed_helper_is_noticed(engine: EngineUnderTest, helper: Callable[[ps
         victim = next(child for child in children if helper(child))
         caller = PatientCaller(worker.stub)
         try:
-            slots = await _far_from_their_end(caller)
+            slots = await _far_from_their_end(caller, victim)
             async with Stalls() as stalls:
                 killed = time.monotonic()
                 victim.kill()
@@ -486,15 +486,30 @@ async def killed_helper_is_noticed(engine: EngineUnderTest, helper: Callable[[ps
             assert await worker.process.wait() != 0
 
 
-async def _far_from_their_end(caller: PatientCaller, live: int = 4, length: int = 1900) -> list[int]:
-    """The slots of requests that run; an engine may be done before this process, on a busy machine, hears of it."""
+async def _far_from_their_end(
+    caller: PatientCaller, stopped: psutil.Process | None = None, live: int = 4, length: int = 1900
+) -> list[int]:
+    """The slots of requests that run.
+
+    Args:
+        stopped: the process that computes. An engine may be done before this process, on a busy machine, hears of it:
+            so it is stopped once they have begun.
+    """
     for attempt, asked in enumerate(prompts(live, seed=seed) for seed in range(51, 61)):
         starts = {attempt * live + at: request(f"long-{attempt}-{at}", each, length) for at, each in enumerate(asked)}
         await caller.send(starts)
         await caller.began(*starts)
-        await asyncio.sleep(0.05)  # what has come meanwhile is read
+        if stopped is not None:
+            stopped.suspend()
+        counts: list[int] = []
+        while counts != (counts := [len(caller.token_ids[slot]) for slot in starts]):
+            await asyncio.sleep(0.3 if stopped else 0.05)  # what has come meanwhile is read
+            if stopped is None:
+                break
         if all(len(caller.token_ids[slot]) < length / 2 for slot in starts):
             return list(starts)
+        if stopped is not None:
+            stopped.resume()
         await caller.ended(*starts)
     raise AssertionError("ten times the requests were nearly done when this process heard that they had begun")
 
