@@ -67,7 +67,11 @@ EXCUSED: dict[str, list[str]] = {
     "moves values that were made and checked one by one; nothing that it calls can raise for one of them": [
         "services/common/rpc/multiplexed_call.py:MultiplexedCall._fail_all",
         "services/gateway/backends/rpc/link.py:take_within",
+        "services/gateway/backends/rpc/router.py:RouterClient._by_decider",
+        "services/gateway/backends/rpc/router.py:RouterClient._send_completed_prefills",
         "services/gateway/backends/rpc/router.py:RouterClient._send_outcomes",
+        "services/gateway/backends/rpc/router.py:RouterClient._send_to_all",
+        "services/gateway/backends/rpc/router.py:_all_succeed",
         "services/gateway/backends/rpc/router.py:RouterClient.run_reports",
         "services/gateway/apis/live_view/feed.py:Feed.close",
         "services/gateway/apis/live_view/feed.py:Feed.publish",
