@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Annotated, Any
@@ -157,10 +157,15 @@ class Fleet:
             async with gate:
                 await worker.register()
                 await worker.hold(range(number, documents, len(self._workers)))
-            self._tasks.append(asyncio.create_task(worker.serve()))
+            self._spawn(worker.serve())
 
         await asyncio.gather(*(attached(number, worker) for number, worker in enumerate(self._workers)))
-        self._tasks.append(asyncio.create_task(self._flush()))
+        self._spawn(self._flush())
+
+    def _spawn(self, running: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(running)
+        task.add_done_callback(_print_failure)
+        self._tasks.append(task)
 
     def computed(self, worker: int, seed: str) -> None:
         """Lets a worker compute a request."""
@@ -201,6 +206,12 @@ async def serving(workers: int, port: int) -> AsyncIterator[None]:
         yield
     finally:
         await server.stop(0)
+
+
+def _print_failure(task: asyncio.Task[None]) -> None:
+    """Prints why a worker has ended, which nothing else would."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        print(f"growth_fleet.py: {error!r}", file=sys.stderr, flush=True)
 
 
 async def _run(fleet: Fleet, blocks: int) -> None:
