@@ -68,6 +68,7 @@ class FleetWorker:
         self._heartbeat_s = 1.0
         self._pending: list[router_pb2.KvEvent] = []
         self._new: deque[bytes] = deque()
+        self._writing = asyncio.Lock()  # a call takes one message at a time
 
     async def register(self) -> None:
         """Attaches the worker."""
@@ -102,9 +103,10 @@ class FleetWorker:
         await self._write([router_pb2.KvEvent(stored=router_pb2.BlocksStored(block_hashes=hashes))])
 
     async def _write(self, events: list[router_pb2.KvEvent]) -> None:
-        self._sequence += 1
-        batch = router_pb2.KvEventBatch(sequence=self._sequence, events=events)
-        await self._call.write(router_pb2.AttachRequest(events=batch))
+        async with self._writing:
+            self._sequence += 1
+            batch = router_pb2.KvEventBatch(sequence=self._sequence, events=events)
+            await self._call.write(router_pb2.AttachRequest(events=batch))
 
     def computed(self, seed: str) -> None:
         """Stores the new blocks of a request, and removes those of the oldest one."""
@@ -135,7 +137,8 @@ class FleetWorker:
         load = common_pb2.WorkerLoad(used_blocks=1000, cached_blocks=5000, step_ms=20)
         await asyncio.sleep(Random(self._name).uniform(0, self._heartbeat_s))
         while True:
-            await self._call.write(router_pb2.AttachRequest(heartbeat=router_pb2.Heartbeat(loads=[load])))
+            async with self._writing:
+                await self._call.write(router_pb2.AttachRequest(heartbeat=router_pb2.Heartbeat(loads=[load])))
             await asyncio.sleep(self._heartbeat_s)
 
 
