@@ -62,7 +62,7 @@ class FleetWorker:
         self._address = address_of(number, port) if port else f"{self._name}:50051"
         self._model = model
         self._channel = open_channel(router)
-        self._call: Any = router_pb2_grpc.RouterStub(self._channel).Attach(wait_for_ready=True)
+        self._call: Any = None
         self._sequence = 0
         self._acked = 0
         self._heartbeat_s = 1.0
@@ -82,6 +82,7 @@ class FleetWorker:
         registration = router_pb2.Registration(
             worker_id=self._name, address=self._address, epoch=1, card=card, lease_key=bytes(16)
         )
+        self._call = router_pb2_grpc.RouterStub(self._channel).Attach(wait_for_ready=True)
         await self._call.write(router_pb2.AttachRequest(registration=registration))
         answer = await asyncio.wait_for(self._call.read(), WITHIN_S)
         self._heartbeat_s = answer.attached.heartbeat_interval_ms / 1000

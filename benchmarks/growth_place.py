@@ -200,13 +200,13 @@ async def place(scale: Scale) -> AsyncIterator[Place]:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         running = Place(scale, servers, routers)
         await _remember_sessions(scale, url)
+        # Before the first channel is opened: gRPC's threads may not survive a fork.
+        running.fleet = await stack.enter_async_context(fleet(scale, addresses))
         for number in range(scale.gateways):
             gateway = GatewayRouting(f"gateway-{number}", addresses)
             await gateway.start()
             stack.push_async_callback(gateway.close)
             running.gateways.append(gateway)
-        await running.known_to_all(workers=0)
-        running.fleet = await stack.enter_async_context(fleet(scale, addresses))
         await running.known_to_all(scale.workers)
         yield running
 
@@ -252,8 +252,8 @@ async def fleet(scale: Scale, routers: Sequence[str], port: int = 0) -> AsyncIte
     workers = await asyncio.create_subprocess_exec(sys.executable, str(FLEET), *options, stdin=pipe, stdout=pipe)
     try:
         assert workers.stdout is not None
-        if await asyncio.wait_for(workers.stdout.readline(), WITHIN_S) != b"ready\n":
-            raise RuntimeError("the workers could not attach")
+        if (line := await asyncio.wait_for(workers.stdout.readline(), WITHIN_S)) != b"ready\n":
+            raise RuntimeError(f"the workers could not attach: {line.decode()!r}, exit code {await workers.wait()}")
         yield workers
     finally:
         if workers.returncode is None:
