@@ -71,7 +71,18 @@ class FleetWorker:
         self._writing = asyncio.Lock()  # a call takes one message at a time
 
     async def register(self) -> None:
-        """Attaches the worker."""
+        """Attaches the worker; waits for a router that is starting."""
+        deadline = asyncio.get_running_loop().time() + WITHIN_S
+        while True:
+            try:
+                return await self._register()
+            except grpc.aio.AioRpcError as error:
+                starting = error.code() is grpc.StatusCode.UNAVAILABLE
+                if not starting or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(0.2)
+
+    async def _register(self) -> None:
         card = common_pb2.ModelCard(
             model=self._model,
             block_size=BLOCK_SIZE,
