@@ -67,7 +67,7 @@ MAX_PASSED_ON = 32 << 10
 """Bytes of a batch of operations in the feed; of a larger one followers read the rank from the store."""
 READ_AT_ONCE = 512
 QUIET_MS = 500
-FEED_PACE_S = 0.005
+FEED_PACE_S = 0.01
 """Pause between two reads of a busy feed: each costs every router a round trip, whatever it returns."""
 SWEEP_AT_ONCE = 500
 CLOCK_ERROR_MS = 1_000
