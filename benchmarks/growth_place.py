@@ -23,6 +23,7 @@ from services.common.types.hashing import HASH_SCHEME
 from services.gateway.backends.rpc.router import RouterClient
 from services.gateway.backends.workers.registry import WorkerRegistry
 from services.gateway.core.request import TokenizedPrompt
+from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis import RedisStore
 from services.router.state.workers.worker import WorkerRank
 from tests.support.servers.redis_server import RedisServer
@@ -261,9 +262,25 @@ async def fleet(scale: Scale, routers: Sequence[str], port: int = 0) -> AsyncIte
         await workers.wait()
 
 
+async def _found(store: RedisStore, model: str) -> None:
+    """Waits until the store knows which server of a cluster has a model, which it learns from a refusal."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        try:
+            await store.session(model, "")
+        except StoreUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            return
+
+
 async def _remember_sessions(scale: Scale, url: str) -> None:
     store = RedisStore(url, timeout_s=30)
     try:
+        for model in scale.model_names:
+            await _found(store, model)
         for first in range(0, scale.sessions, 1_000):
             numbers = range(first, min(first + 1_000, scale.sessions))
             calls = (
