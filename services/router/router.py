@@ -179,7 +179,8 @@ class Router:
             return await self._scheduler.decide(ready, view, workers, place, waited_ms)
 
         def terms() -> WaitTerms:
-            return wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
+            wait_for_workers_ms = max(self.config.wait_for_workers_ms, self.registry.returning_ms(query.model))
+            return wait_terms(pending.query, self.config.wait_ms, wait_for_workers_ms, self._disagg)
 
         try:
             route, waited_ms = await self.queues.admit(query.model, attempt, terms, pending.prepare)

@@ -71,7 +71,10 @@ class RedisServers:
         """
         address = self.known(key)
         if address is None:
-            await self.search()
+            try:
+                await self.search()
+            except FAILURES:  # once more: hosts may have stood still for longer than they are waited for
+                await self.search()
             address = self._masters.address(key)
             if address is None:
                 raise ConnectionLost("no master serves the key's hash slot")

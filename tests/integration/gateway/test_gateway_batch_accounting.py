@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from services.common.base.errors import SluiceError
@@ -139,6 +139,9 @@ class Driven:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(OPERATIONS, max_size=40))
+@example(
+    [("add_batch", "a", 0), ("claim_one", set()), ("record", 0, False, 0), ("give_up",), ("end", "completed")],
+)
 async def test_both_stores_charge_the_same_within_the_limits_and_give_everything_back(
     shared_redis: RedisServer, operations: list[tuple[Any, ...]]
 ) -> None:

@@ -56,17 +56,44 @@ async def test_model_scaled_to_zero_makes_queries_wait_for_its_first_worker() ->
             await router.stub.RouteQuery(query("now"))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         asked = ask(router, "later", max_wait_for_workers_ms=20_000)
-
-        async def waits() -> bool:
-            return await waiting(router) == {"REASON_WORKERS": 1}
-
-        await until(waits)
+        await until(partial(_waits, router))
         worker = FakeWorker("w")
         await worker.attach(router)
         answer = await asked
         assert (answer.decode.worker_id, answer.waited_ms > 0) == ("w", True)
         assert await waiting(router) == {}
         await worker.detach()
+
+
+async def test_model_whose_workers_lost_their_connections_makes_queries_wait_for_their_return() -> None:
+    """No query asks for that; one for a model whose worker announced to leave is refused at once."""
+    async with routers(models=[MODEL]) as [router]:
+        await router.ready()
+
+        async def attached() -> FakeWorker:
+            worker = FakeWorker("w")
+            await worker.attach(router)
+            return worker
+
+        async def serves_none() -> bool:
+            return not (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+
+        await (await attached()).detach()
+        await until(serves_none)
+        asked = ask(router, "meanwhile")
+        await until(partial(_waits, router))
+        worker = await attached()
+        assert (await asked).decode.worker_id == "w"
+        await worker.leave()
+        await worker.detach()
+        await until(serves_none)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.stub.RouteQuery(query("later"))
+        assert "No worker serves" in str(refused.value.details())
+
+
+async def _waits(router: RouterProcess) -> bool:
+    return await waiting(router) == {"REASON_WORKERS": 1}
 
 
 async def test_wait_for_workers_ends_with_no_workers() -> None:

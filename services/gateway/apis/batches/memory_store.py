@@ -176,6 +176,8 @@ class MemoryBatchStore(BatchStore):
         return bytes(found.done) if found else b""
 
     async def result_sizes(self, claim: BatchClaim) -> tuple[int, int]:
+        if self._claimed(claim) is None:
+            return 0, 0
         files = self._tenant(claim.owner).files
         output, error = (files.get(result_file(claim.batch_id, succeeded)) for succeeded in (True, False))
         return len(output.data) if output else 0, len(error.data) if error else 0

@@ -149,7 +149,7 @@ class BatchStore(ABC):
 
     @abstractmethod
     async def result_sizes(self, claim: BatchClaim) -> tuple[int, int]:
-        """Returns the bytes of the output file and of the error file so far."""
+        """Returns the bytes of the output file and of the error file so far; 0 for both if the claim is lost."""
 
     @abstractmethod
     async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[FileRecord] = ()) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from enum import Enum
 from itertools import chain
@@ -10,6 +11,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from services.router.state.workers.worker import Worker
+
+RETURN_S = 1.0
+"""Seconds for which requests of a model wait for its last workers to return after their connections were lost."""
 
 _by_id = attrgetter("worker_id")
 
@@ -79,6 +83,7 @@ class Registry:
         self._in_order: dict[str, list[Worker]] = {}
         self._serving: dict[str, tuple[Worker, ...]] = {}
         self._watches: set[Watch] = set()
+        self._lost: dict[str, float] = {}  # model → when the last worker that accepted requests was lost
 
     def get(self, model: str, worker_id: str) -> Worker | None:
         """Returns a worker, draining or not; None if it is unknown."""
@@ -102,6 +107,11 @@ class Registry:
             if found:
                 self._serving[model] = found
         return found
+
+    def returning_ms(self, model: str) -> int:
+        """Returns for how many milliseconds a model's last workers, which did not announce to leave, may return."""
+        lost_at = self._lost.get(model)
+        return 0 if lost_at is None else max(0, int((lost_at + RETURN_S - time.monotonic()) * 1000))
 
     def models(self) -> list[str]:
         """Returns the sorted names of the models that have workers."""
@@ -135,7 +145,13 @@ class Registry:
             del self._workers[model]
         if worker.accepts or worker.set_aside:  # else watchers were notified when that began
             self._notify(UpdateKind.DOWN, replace(worker, set_aside=""))
+        if worker.accepts and not self.serving(model):
+            self._note_lost(model)
         return worker
+
+    def _note_lost(self, model: str) -> None:
+        now = time.monotonic()
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if lost_at + RETURN_S > now} | {model: now}
 
     def watch(self, model: str = "") -> Watch:
         """Starts a watch of one model, or of all models for an empty name; end it with `unwatch`."""

@@ -24,6 +24,7 @@ class MovingMasters(Masters):
     def __init__(self) -> None:
         self.elected = OLD
         self.searches = 0
+        self.failures = 0
         self._found: Address | None = OLD
 
     def address(self, key: str) -> Address | None:
@@ -35,7 +36,13 @@ class MovingMasters(Masters):
 
     async def find(self) -> None:
         self.searches += 1
+        if self.searches <= self.failures:
+            raise ConnectionLost("no answer in time")
         self._found = self.elected
+
+    def forget(self) -> None:
+        """Knows no master any more."""
+        self._found = None
 
     def redirect(self, slot: int, address: Address) -> None:
         raise AssertionError("there are no slots")
@@ -58,6 +65,21 @@ async def test_master_elected_after_the_old_one_is_back_is_found(servers: tuple[
     assert known.known("k") == OLD
     masters.elected = NEW
     await until(lambda: known.known("k") == NEW)
+    await known.close()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_first_call_searches_once_more_if_no_server_answers_in_time(
+    servers: tuple[RedisServers, MovingMasters], failures: int
+) -> None:
+    known, masters = servers
+    masters.forget()
+    masters.failures = failures
+    try:
+        assert await known.address("k") == OLD
+    except ConnectionLost:
+        assert failures == 2
+    assert masters.searches == 2
     await known.close()
 
 

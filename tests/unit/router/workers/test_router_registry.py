@@ -17,7 +17,7 @@ from services.router.registration.stream_messages import (
     Inbox,
 )
 from services.router.settings import RouterSettings
-from services.router.state.workers.registry import Registry, UpdateKind, WorkerUpdate
+from services.router.state.workers.registry import RETURN_S, Registry, UpdateKind, WorkerUpdate
 from services.router.state.workers.worker import Role, Worker, WorkerRank, with_adapter
 from tests.support.oracles.errors import raises_error
 
@@ -67,6 +67,20 @@ def test_another_epoch_changes_nothing() -> None:
     registry.drain("m", "a", 1)
     assert registry.down("m", "a", 1) is None
     assert registry.workers("m") == [worker("a", 2)]
+
+
+def test_last_worker_that_is_lost_may_return_and_one_that_left_may_not() -> None:
+    registry = Registry()
+    for name in ("a", "b"):
+        registry.up(worker(name))
+    registry.down("m", "a", 1)
+    assert registry.returning_ms("m") == 0, "another one serves the model"
+    registry.down("m", "b", 1)
+    assert 0 < registry.returning_ms("m") <= 1_000 * RETURN_S
+    registry.up(worker("a", 2, model="left"))
+    registry.drain("left", "a", 2)
+    registry.down("left", "a", 2)
+    assert registry.returning_ms("left") == registry.returning_ms("unknown") == 0
 
 
 async def test_closing_ends_watches() -> None:
