@@ -216,6 +216,8 @@ class RouterClient:
             outcomes = self._outcomes[:]
             if await self._reported(outcomes, self._send_outcomes):
                 del self._outcomes[: len(outcomes)]
+                for outcome in outcomes:
+                    self._deciders.pop(outcome.reservation_id, None)
             if not self._completed_prefills and not self._outcomes:
                 self._all_sent.set()
 
@@ -242,21 +244,17 @@ class RouterClient:
                 request = router_pb2.FreeRequestRequest(reservation_ids=ids, outcomes=group)
                 calls.append(self._report(lambda stub: stub.FreeRequest, request, decider))
         await _all_succeed(calls)
-        for outcome in outcomes:
-            self._deciders.pop(outcome.reservation_id, None)
 
     def _by_decider(
         self, reports: Iterable[T], id_of: Callable[[T], str]
-    ) -> list[tuple[router_pb2_grpc.RouterAsyncStub | None, list[T]]]:
+    ) -> Iterable[tuple[router_pb2_grpc.RouterAsyncStub | None, list[T]]]:
         """Returns the reports for each replica that decided; None: it is not known, or was removed."""
-        serving = {id(replica.stub) for replica in self.replicas.serving}
-        groups: dict[int, tuple[router_pb2_grpc.RouterAsyncStub | None, list[T]]] = {}
+        serving = {replica.stub for replica in self.replicas.serving}
+        groups: dict[router_pb2_grpc.RouterAsyncStub | None, list[T]] = {}
         for report in reports:
             decider = self._deciders.get(id_of(report))
-            if decider is not None and id(decider) not in serving:
-                decider = None
-            groups.setdefault(id(decider), (decider, []))[1].append(report)
-        return list(groups.values())
+            groups.setdefault(decider if decider in serving else None, []).append(report)
+        return groups.items()
 
     async def _report(
         self,

@@ -124,6 +124,22 @@ async def test_outcome_that_the_decider_does_not_take_goes_to_another_replica(
     assert (freed(first), freed(second)) == ([], [["a"]])
 
 
+async def test_decider_of_a_dropped_outcome_is_forgotten(
+    client: RouterClient, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "MAX_PENDING_REPORTS", 0)
+    first, second = replicas.serving
+    await route(client, "a")
+    first.failures = second.failures = 9
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    first.failures = second.failures = 0
+    replicas.serving = second, first
+    client.free("a", 16, 5)
+    await client.flush_reports(20)
+    assert (freed(first), freed(second)) == ([[]], [["a"]]), "as of a reservation whose decider is unknown"
+
+
 async def test_outcome_of_a_removed_decider_reaches_the_others(client: RouterClient, replicas: Replicas) -> None:
     _, second = replicas.serving
     await route(client, "a")
