@@ -121,9 +121,9 @@ async def test_leases_end_by_the_clock_of_redis(redis: RedisServer) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.time", lambda: 9e9)
         patch.setattr("time.time_ns", lambda: int(9e18))
-        assert await store.sweep(MODEL) == 0
+        assert await store.sweep(MODEL, 6_000) == 0
     assert (await store.load(MODEL)).workers == [worker]
     await store.register(worker, "s", 1)
     await asyncio.sleep(0.01)
-    assert await store.sweep(MODEL) == 1
+    assert await store.sweep(MODEL, 6_000) == 1
     await store.close()

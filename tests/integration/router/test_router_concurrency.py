@@ -80,7 +80,7 @@ async def test_ten_replicas_book_ten_thousand_requests_at_once(redis: RedisServe
         names = ("prefill", "decode", "requests", "reservations", "expiries", *(f"booked:{e.name}" for e in engines))
 
         async def nothing_left() -> bool:
-            await sweeper.sweep(MODEL)  # a router waits for a whole lease first
+            await sweeper.sweep(MODEL, 6_000)  # a router waits for a whole lease first
             return await raw.exists(*(f"{{sluice:{MODEL}}}:{name}" for name in names)) == 0
 
         await until(nothing_left, timeout_s=60)

@@ -92,10 +92,6 @@ async def test_model_whose_workers_lost_their_connections_makes_queries_wait_for
         assert "No worker serves" in str(refused.value.details())
 
 
-async def _waits(router: RouterProcess) -> bool:
-    return await waiting(router) == {"REASON_WORKERS": 1}
-
-
 async def test_wait_for_workers_ends_with_no_workers() -> None:
     async with routers(models=[MODEL], wait_for_workers_ms=50) as [router]:
         await router.ready()

@@ -62,6 +62,16 @@ def as_json(run: Run) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
+def rows_of(text: str) -> list[Row]:
+    """Returns the rows of the JSON of a run."""
+    rows = []
+    for found in json.loads(text)["rows"]:
+        del found["red"]
+        cells = [Cell(**{name: value for name, value in cell.items() if name != "perfect"}) for cell in found["cells"]]
+        rows.append(Row(**found | {"cells": cells, "left": Left(**found["left"])}))
+    return rows
+
+
 def as_page(run: Run) -> str:
     """Returns the page."""
     numbers = _numbered(run.rows)

@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from tests.support.faults.host import Host
+from tests.support.faults.lanes import Share, run_shares, shares_of
+from tests.support.faults.row import Row
+from tests.support.faults.selection import planned
 from tests.support.repository import ROOT
 
 
@@ -43,3 +47,21 @@ def test_fault_matrix_of_a_cell_that_cannot_run_is_not_run_and_not_green() -> No
     assert "Not run, " in ended.stderr
     assert "0 cells run." in ended.stderr
     assert ended.stdout == ""
+
+
+async def test_share_whose_process_dies_is_a_red_row_for_each_fault() -> None:
+    rows: list[Row] = []
+    share = Share("leases-off", "gateway", ("sigkill", "sigterm"))
+    await run_shares([sys.executable, "-c", "raise SystemExit(9)"], [share], 2, rows.extend)
+    assert [(row.part, row.fault, row.broken, row.red) for row in rows] == [
+        ("gateway", "sigkill", "leases-off", True),
+        ("gateway", "sigterm", "leases-off", True),
+    ]
+
+
+def test_rows_of_a_suite_are_a_share_of_each_part() -> None:
+    rows = planned(["worker", "router"], ["sigkill", "sigterm", "clock-10min"], ["chat"], Host())
+    assert {(share.part, share.faults) for share in shares_of("", rows)} >= {
+        ("worker", ("sigkill", "sigterm")),
+        ("router", ("sigkill", "sigterm")),
+    }

@@ -6,7 +6,7 @@ import json
 
 from tests.support.faults.leftovers import Left
 from tests.support.faults.outcome import Cell
-from tests.support.faults.page import Run, as_json, as_page, mark, problem_of
+from tests.support.faults.page import Run, as_json, as_page, mark, problem_of, rows_of
 from tests.support.faults.row import Row
 
 WHY = "A gateway's own connections end with it."
@@ -79,3 +79,9 @@ def test_json_has_every_figure_and_what_is_red() -> None:
     assert shown["cells"][0]["failed"] == 1
     assert not shown["cells"][0]["perfect"]
     assert shown["left"]["reservations"] == 0
+
+
+def test_rows_of_the_json_are_the_rows() -> None:
+    bad = good("tools", failed=1, errors=["request 1, +0.5 s: 502"])
+    rows = [row(good(sentence=WHY), bad, left=Left(keys={"k": 1}), moved=2), Row("dns", "sigkill", not_run="needs tc")]
+    assert rows_of(as_json(run(*rows))) == rows

@@ -24,7 +24,6 @@ from services.router.state.reservations.table import QueueOrder, Reservation, Re
 from services.router.state.workers.claims import Claim, Hold
 from services.router.state.workers.worker import Worker, WorkerRank
 
-LEASE_MS = 6_000  # of workers, unless the router's settings say otherwise
 QUEUE_LEASE_MS = 1_000  # how long an announced queue counts; the queue announces itself more often
 ENDED_FOR_MS = 30_000  # how long replicas of the router may take to notice one fail-over
 KNOWN_FOR_S = 3600  # how long a model stays known after the last registration of a worker
@@ -258,11 +257,12 @@ class Store(ABC):
         """Returns the current reserved and reported loads."""
 
     @abstractmethod
-    async def sweep(self, model: str, lease_ms: int = LEASE_MS) -> int:
+    async def sweep(self, model: str, lease_ms: int) -> int:
         """Removes workers with expired leases and expired reservations; returns the number of both.
 
         Args:
-            lease_ms: the lease of every worker and owner if the store's clock has moved since the last call.
+            lease_ms: for how long the reservations of such a worker are kept in case that the same process registers
+                again; the lease of every worker and owner if the store's clock has moved since the last call.
         """
 
     @abstractmethod

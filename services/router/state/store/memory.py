@@ -28,7 +28,6 @@ from services.router.state.reservations.table import Reservation, ReservationPar
 from services.router.state.store.base import (
     ENDED_FOR_MS,
     KNOWN_FOR_S,
-    LEASE_MS,
     Applied,
     FellBehind,
     Lease,
@@ -312,12 +311,12 @@ class MemoryStore(Store):
         reports = {worker_id: record.report for worker_id, record in state.records.items() if record.report}
         return Pulse(state.book.loads, reports)
 
-    async def sweep(self, model: str, lease_ms: int = LEASE_MS) -> int:
+    async def sweep(self, model: str, lease_ms: int) -> int:
         state = self._model(model)
         now = self._now_ms()
         expired = [record for record in state.records.values() if record.lease_until_ms <= now]
         for record in expired:
-            await self.remove(model, record.worker.worker_id, record.session)
+            await self.remove(model, record.worker.worker_id, record.session, awaited_ms=lease_ms)
         state.end_departed()
         return len(expired) + state.book.expire()
 

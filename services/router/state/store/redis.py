@@ -45,7 +45,6 @@ from services.router.state.reservations.table import (
 )
 from services.router.state.store.base import (
     KNOWN_FOR_S,
-    LEASE_MS,
     QUEUE_LEASE_MS,
     Applied,
     FellBehind,
@@ -381,7 +380,7 @@ class RedisStore(Store):
         }
         return Pulse(loads, {worker_id.decode(): report for worker_id, report in _pairs(reports).items()})
 
-    async def sweep(self, model: str, lease_ms: int = LEASE_MS) -> int:
+    async def sweep(self, model: str, lease_ms: int) -> int:
         sent_at = time.monotonic_ns() // 1_000_000
         last = self._swept_at.get(model)
         expected = "" if last is None else last[0] + sent_at - last[1]

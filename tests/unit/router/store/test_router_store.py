@@ -44,6 +44,7 @@ from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import RedisCluster
 
 M = "org/model"
+LEASE_MS = 6_000
 A, B, C = WorkerRank("a", 0), WorkerRank("b", 0), WorkerRank("c", 0)
 
 
@@ -368,11 +369,11 @@ async def test_reservations_of_a_departed_worker_wait_for_the_same_process(store
     if again != "never":
         changed = {"same": {}, "restarted": {"epoch": 6}, "another": {"lease_digest": "other"}}[again]
         assert await store.register(replace(process, **changed), "s2", 60_000) == {}  # type: ignore[arg-type]
-    await store.sweep(M)
+    await store.sweep(M, LEASE_MS)
     kept = {A: Load(10, 10, 1)}
     assert (await store.pulse(M)).loads == (kept if again in ("same", "never") else {})
     await asyncio.sleep(0.25)
-    await store.sweep(M)
+    await store.sweep(M, LEASE_MS)
     assert (await store.pulse(M)).loads == (kept if again == "same" else {})
 
 
@@ -381,7 +382,7 @@ async def test_reservations_of_a_worker_that_left_remain(store: Store) -> None:
     await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     assert await store.remove(M, "a", "s1", keep_reservations=True, awaited_ms=1)
     await asyncio.sleep(0.01)
-    await store.sweep(M)
+    await store.sweep(M, LEASE_MS)
     assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}
 
 
@@ -392,9 +393,12 @@ async def test_expired_leases_are_swept_with_blocks_and_reservations(store: Stor
     await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     position = (await store.load(M)).position
     await asyncio.sleep(0.01)
-    assert await store.sweep(M) >= 1
+    assert await store.sweep(M, 200) >= 1
     assert (await store.load(M)).workers == [worker("b")]
     assert await held(store, A) is None
+    assert (await store.pulse(M)).loads == {A: Load(10, 10, 1)}, "the same process may register again"
+    await asyncio.sleep(0.25)
+    await store.sweep(M, 200)
     assert (await store.pulse(M)).loads == {}
     assert await changes_after(store, position, 1) == [WorkerDown("a", 1)]
 
@@ -527,7 +531,7 @@ async def test_mark_and_free_are_batched_and_count_the_unknown(store: Store) -> 
 async def test_expired_reservations_are_swept(store: Store) -> None:
     await store.select(M, [offer(A)], ReservationParams("r", 1))
     await asyncio.sleep(0.01)
-    assert await store.sweep(M) == 1
+    assert await store.sweep(M, LEASE_MS) == 1
     assert (await store.pulse(M)).loads == {}
     assert await store.free(M, ["r"]) == ["r"]
 
@@ -612,6 +616,6 @@ async def test_freed_request_is_booked_only_if_it_was_reserved_again(store: Stor
     await store.book(M, reservation)
     assert (await store.pulse(M)).loads == {}
     await store.select(M, [offer(A)], ReservationParams("r", 10))
-    assert await store.sweep(M) in (0, 1)
+    assert await store.sweep(M, LEASE_MS) in (0, 1)
     await store.book(M, replace(reservation, slot=B))
     assert list((await store.pulse(M)).loads) == [B]

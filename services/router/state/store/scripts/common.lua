@@ -126,6 +126,15 @@ local function drop_worker(id, keep_reservations)
   return epoch
 end
 
+-- Removes a worker whose connection or lease was lost, and keeps its reservations for some ms, in case that the same
+-- process registers again. Returns its epoch.
+local function lose_worker(id, ms)
+  local epoch, holder = unpack(redis.call('HMGET', worker_key(id), 'epoch', 'holder'))
+  drop_worker(id, epoch)
+  if epoch then redis.call('HSET', DEPARTED, id, cmsgpack.pack({u = now_ms() + ms, e = epoch, h = holder or ''})) end
+  return epoch
+end
+
 -- Adds or removes the 8-byte hashes of blob[from, to] in chunks.
 local function change_set(command, key, blob, from, to)
   while from <= to do

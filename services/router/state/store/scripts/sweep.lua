@@ -35,7 +35,7 @@ if math.abs(moved) > tonumber(ARGV[4]) then
 end
 local workers = redis.call('ZRANGEBYSCORE', WORKERS, '-inf', now, 'LIMIT', 0, ARGV[1])
 for _, id in ipairs(workers) do
-  local epoch = drop_worker(id, false)
+  local epoch = lose_worker(id, ARGV[5])
   if epoch then feed(ARGV[2], 'down', id, epoch) end
 end
 local departed = redis.call('HGETALL', DEPARTED)
