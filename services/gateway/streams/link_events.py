@@ -194,7 +194,7 @@ class LinkEvents:
 
     def on_post_connected(self, link: PostLink) -> None:
         """Opens waiting streams on a newly connected postprocess replica."""
-        self._texts.on_connected()
+        self._texts.on_available()
 
     def on_post_leaves(self, link: PostLink) -> None:
         """Moves the streams of a draining postprocess replica to others."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,10 +13,12 @@ from services.common.net.ports import free_port
 from services.common.rpc import replicas
 from services.common.rpc.server import GrpcServer
 from services.common.settings.service import GrpcServiceSettings
+from services.gateway.backends.rpc.postprocess_link import PostLink
 from services.gateway.backends.workers import connections as fleet_module
 from services.gateway.backends.workers.connections import ConnectionManager
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.states import TextState
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 from tests.support.servers.survival import Bookings
 from tests.support.waiting import until
@@ -80,3 +84,32 @@ async def test_a_replica_that_leaves_the_name_service_ends_no_gateway(
         await connections.postprocess.close()
         for host in hosts:
             await host.server.stop(0)
+
+
+async def test_stream_that_waits_is_opened_by_a_replica_whose_session_was_open_before_it_served_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Host()  # type: ignore[abstract]
+    opened: list[int] = []
+    monkeypatch.setattr(PostLink, "open", lambda link, stream: opened.append(stream.slot))
+    tasks = TaskOwner()
+    stream_manager = StreamManager(4, Bookings(), GatewayMetrics())
+    connections = ConnectionManager([host.address], None, 5.0, stream_manager, tasks)
+    await host.server.start()
+    await host.server.set_serving(True)
+    try:
+        await connections.postprocess.start()
+        await until(lambda: any(link.connected for link in stream_manager.texts.links.values()))
+        [link] = stream_manager.texts.links.values()
+        await host.server.set_serving(False)
+        await until(lambda: link.retired)
+        stream = SimpleNamespace(slot=3, custom_text=None, end=None, post=None)
+        stream_manager.texts.open(cast(Any, stream))
+        assert (link.connected, stream.text_state, opened) == (True, TextState.WAITING, [])
+        await host.server.set_serving(True)
+        await until(lambda: opened == [3])
+        assert (link.sessions, stream.text_state) == (1, TextState.OPEN)
+    finally:
+        await tasks.close()
+        await connections.postprocess.close()
+        await host.server.stop(0)

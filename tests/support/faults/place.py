@@ -84,7 +84,9 @@ class Place:
             resolver.write_text(f"nameserver {network.host(DNS)}\noptions timeout:1 attempts:2\n")
             run("mount", "--bind", str(resolver), str(Path("/etc/resolv.conf").resolve()))
         host, prefix = self._hosts.pop(REDIS, self._host), prefixes.pop(REDIS, ())
-        self.redis = RedisServer(self.redis_home, durable=broken.redis_durable, host=host, prefix=prefix)
+        # Its log is rewritten before it fills the disk, which is a small one.
+        rewrite = ("--auto-aof-rewrite-min-size", "8mb")
+        self.redis = RedisServer(self.redis_home, *rewrite, durable=broken.redis_durable, host=host, prefix=prefix)
         self.credentials = Credentials(folder, {self._host, *self._hosts.values()}) if topology.secured else None
         self.access = PLAIN if self.credentials is None else self.credentials.access()
         self._model = build_qwen2_vl(folder / "model")

@@ -39,6 +39,9 @@ class PostprocessLinks(Protocol):
     def least_loaded(self) -> PostLink | None:
         """Returns a link that takes new streams, if there is one."""
 
+    def on_available(self) -> None:
+        """Opens the streams that wait for a replica, if one takes new streams."""
+
     def sweep(self) -> None:
         """Ends the streams that have waited too long for a replica."""
 
@@ -211,6 +214,7 @@ class ConnectionManager:
             link.replica.held = True  # keep the channel, which carries the session, while the replica drains
             self._streams.texts.add_link(link)
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")
+        self._streams.texts.on_available()  # a session may be open again before its replica is known to serve
 
 
 def _is_closable(link: WorkerLink | PostLink) -> bool:
