@@ -118,7 +118,7 @@ class PostprocessPool:
 
     @shared_step("gateway.open_waiting")
     def on_available(self) -> None:
-        """Opens waiting streams, and moves those of draining replicas, after a replica has connected or serves again."""
+        """Opens waiting streams, and moves those of draining replicas, once a replica has connected or serves again."""
         for stream in self.waiting:
             if stream.text_state is TextState.WAITING:  # it may have ended together with another choice
                 self._isolated(stream, self.open)
