@@ -20,6 +20,9 @@ PROMPTS = 40
 DEADLINE_S = 60.0
 """Seconds in which a request ends, whatever happens; one that does not is hung."""
 REFUSED_WITHIN_S = 5.0
+LOST_WITHIN_S = 12.0
+"""The same for one whose generation had begun: it waits 10 s for a worker to take it over, by the gateway's default."""
+_LOST = "take the generation over"
 """Seconds in which a request for a model without a worker is refused."""
 _LONG, _SHORT = (60, 240), (4, 16)
 _NO_WORKERS = frozenset(("no_workers", "model_not_found"))
@@ -139,10 +142,14 @@ class ChurnLoad:
             self.seen.answered["guest"] += 1
         elif before and self._guest_serves():  # throughout
             self.seen.add_problem("guest latched", f"{response.status_code} {response.text}")
-        elif _code_of(response) not in _NO_WORKERS or took_s > REFUSED_WITHIN_S:
+        elif _code_of(response) not in _NO_WORKERS or took_s > _refused_within_s(response):
             self.seen.add_problem("guest failed", f"{response.status_code} after {took_s:.1f} s {response.text}")
         else:
             self.seen.answered["guest refused"] += 1
+
+
+def _refused_within_s(response: httpx.Response) -> float:
+    return LOST_WITHIN_S if _LOST in response.text else REFUSED_WITHIN_S
 
 
 def _code_of(response: httpx.Response) -> str:

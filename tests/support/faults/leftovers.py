@@ -25,8 +25,8 @@ _LIVE = re.compile(r"^sluice_gateway_live_streams(?:\{[^}]*\})? (\S+)$", re.MULT
 _MOVES = re.compile(
     r'^sluice_gateway_(?:migrations_total\{[^}]*outcome="moved"|text_moves_total\{)[^}]*\} (\S+)$', re.MULTILINE
 )
-_KEPT = re.compile(rb":blocks:|:session:|:clock$")
-"""Keys that are there to stay: of what workers have cached, and of a clock that has moved."""
+_KEPT = re.compile(rb":blocks:|:session:|:clock$|:pin$")
+"""Keys that are there to stay: of what workers have cached, of a clock that has moved, and of a model's name."""
 _VARYING = re.compile(r"\d{6,}|[0-9a-f]{8,}")
 
 

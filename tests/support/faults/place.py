@@ -75,7 +75,9 @@ class Place:
         self.moving: MovingRedis | None = None
         if topology.redis in MOVING:
             prefix_of = no_prefix if clocks is None else clocks.prefix
-            self.moving = MOVING[topology.redis](self.redis_home, TAG, prefix_of=prefix_of)
+            self.moving = MOVING[topology.redis](
+                self.redis_home, TAG, prefix_of=prefix_of, durable=broken.redis_durable
+            )
         self.names_server: NameServer | None = None
         if topology.names:
             assert network is not None

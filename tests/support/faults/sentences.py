@@ -71,6 +71,14 @@ SENTENCES = (
         loads=("batch", "background"),
     ),
     Sentence(
+        "Batches, files and background responses are in Redis and nowhere else: what is asked while it stands still "
+        "for longer than a client waits is not answered.",
+        "hung",
+        parts=("redis", "redis-sentinel", "redis-cluster"),
+        faults=("sigstop-60s",),
+        loads=("batch", "background"),
+    ),
+    Sentence(
         "FLUSHALL deletes stored responses, files and batches: those in progress are gone.",
         r"/v1/(files|batches|responses).*: 404|response failed|batch failed",
         parts=("redis", "redis-sentinel", "redis-cluster"),
@@ -92,6 +100,13 @@ LEFT_SENTENCES = (
         "that has asked the other gateway meanwhile is left, until it expires.",
         r"\{sluice:(responses|batches)\}:",
         parts=("gateway",),
+        faults=("sigstop-60s",),
+    ),
+    Sentence(
+        "A response, file or batch of a client that stopped waiting for a Redis that stands still is left, until it "
+        "expires.",
+        r"\{sluice:(responses|batches)\}:",
+        parts=("redis",),
         faults=("sigstop-60s",),
     ),
 )

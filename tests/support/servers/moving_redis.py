@@ -160,9 +160,9 @@ class MovingSingle(MovingRedis):
 class MovingSentinel(MovingRedis):
     """A master and a replica with three sentinels."""
 
-    def __init__(self, folder: Path, key: str, prefix_of: PrefixOf = no_prefix) -> None:
+    def __init__(self, folder: Path, key: str, prefix_of: PrefixOf = no_prefix, durable: bool = False) -> None:
         super().__init__(key)
-        self._sentinels = RedisSentinels(folder, prefix_of=prefix_of)
+        self._sentinels = RedisSentinels(folder, prefix_of=prefix_of, durable=durable)
         self._servers = [self._sentinels.master, self._sentinels.replica]
         self.url = self._sentinels.url
 
@@ -193,9 +193,18 @@ class MovingCluster(MovingRedis):
 
     faults = ("killed", "frozen", "planned", "resharded", "renewed")
 
-    def __init__(self, folder: Path, key: str, node_timeout_ms: int = 2000, prefix_of: PrefixOf = no_prefix) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        node_timeout_ms: int = 2000,
+        prefix_of: PrefixOf = no_prefix,
+        durable: bool = False,
+    ) -> None:
         super().__init__(key)
-        self.cluster = RedisCluster(folder, replicas=True, node_timeout_ms=node_timeout_ms, prefix_of=prefix_of)
+        self.cluster = RedisCluster(
+            folder, replicas=True, node_timeout_ms=node_timeout_ms, prefix_of=prefix_of, durable=durable
+        )
         self.url = self.cluster.url
 
     def start(self) -> None:

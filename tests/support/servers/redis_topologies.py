@@ -69,6 +69,7 @@ class RedisCluster:
         replicas: whether each master has a replica.
         node_timeout_ms: after which a node that does not answer is replaced by its replica.
         prefix_of: returns what runs a node, by the name of its folder.
+        durable: as RedisServer's.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class RedisCluster:
         replicas: bool = False,
         node_timeout_ms: int = 5000,
         prefix_of: PrefixOf = no_prefix,
+        durable: bool = False,
     ) -> None:
         self._folder = folder
+        self._durable = durable
         self._prefix_of = prefix_of
         self._size = size
         self._node_timeout_ms = node_timeout_ms
@@ -92,7 +95,7 @@ class RedisCluster:
         home.mkdir()
         timeout = ("--cluster-node-timeout", str(self._node_timeout_ms))
         options = ("--cluster-enabled", "yes", *timeout, "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0")
-        node = RedisServer(home, *options, prefix=self._prefix_of(home.name))
+        node = RedisServer(home, *options, durable=self._durable, prefix=self._prefix_of(home.name))
         self._bus_ports[node.port] = bus
         return node
 
@@ -198,22 +201,30 @@ class RedisSentinels:
         tls: what all of them show and trust; they then want certificates of their callers and talk TLS to each other,
             and only the tests' own questions are plain text.
         prefix_of: returns what runs a server, by the name of its folder.
+        durable: as RedisServer's, of the master and the replica.
     """
 
     SERVICE = "sluice"
 
-    def __init__(self, folder: Path, tls: TlsSettings | None = None, prefix_of: PrefixOf = no_prefix) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tls: TlsSettings | None = None,
+        prefix_of: PrefixOf = no_prefix,
+        durable: bool = False,
+    ) -> None:
         homes = [folder / name for name in ("master", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
         for home in homes:
             home.mkdir()
         self._ports = [free_port() for _ in homes] if tls else []
         secure = [[] if tls is None else _secure(tls, port) for port in self._ports or [0] * len(homes)]
         prefixes = [prefix_of(home.name) for home in homes]
-        self.master = RedisServer(homes[0], *secure[0], prefix=prefixes[0])
+        self.master = RedisServer(homes[0], *secure[0], durable=durable, prefix=prefixes[0])
         leader = self._ports[0] if tls else self.master.port
         self.replica = RedisServer(
             homes[1],
             *(*secure[1], "--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0"),
+            durable=durable,
             prefix=prefixes[1],
         )
         self.sentinels = []
