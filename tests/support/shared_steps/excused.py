@@ -73,6 +73,7 @@ EXCUSED: dict[str, list[str]] = {
         "services/gateway/backends/rpc/router.py:RouterClient._send_to_all",
         "services/gateway/backends/rpc/router.py:_all_succeed",
         "services/gateway/backends/rpc/router.py:RouterClient.run_reports",
+        "services/router/state/workers/registry.py:Registry._note_lost",
         "services/gateway/apis/live_view/feed.py:Feed.close",
         "services/gateway/apis/live_view/feed.py:Feed.publish",
         "services/gateway/streams/running.py:RunningStreams.give_up_all",
