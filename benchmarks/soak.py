@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import re
 import time
@@ -41,16 +40,7 @@ KEPT = ("gateway", "preprocess", "router", "postprocess-0", "worker-0")
 """The processes of the suite that live throughout, which are measured."""
 REDIS = "redis"
 CHURNED = {tier: [name for name in names if name not in KEPT] for tier, names in TIERS.items()}
-POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Threads of asyncio's executor, which starts them as calls meet each other and keeps them."""
-LEAST = {
-    "memory MiB": 8.0,
-    "files": 3.0,
-    "threads": float(POOL_THREADS),
-    "tasks": 3.0,
-    "keys": 10.0,
-    "reservations": 5.0,
-}
+LEAST = {"memory MiB": 8.0, "files": 3.0, "threads": 1.0, "tasks": 3.0, "keys": 10.0, "reservations": 5.0}
 """The least growth in all that is growth, by quantity."""
 SAMPLE_EVERY_S = 5.0
 CALM_S = 10.0

@@ -74,7 +74,7 @@ SENTENCES = (
         "Batches, files and background responses are in Redis and nowhere else: what is asked while it stands still "
         "for longer than a client waits is not answered.",
         "hung",
-        parts=("redis", "redis-sentinel", "redis-cluster"),
+        parts=("redis",),
         faults=("sigstop-60s",),
         loads=("batch", "background"),
     ),
