@@ -49,7 +49,7 @@ TIERS = {
     GUEST: ("worker-4",),
 }
 """The processes of each tier; all but the last one keeps one of them alone."""
-STEP_MS = 20
+STEP_MS = 40
 EVERY_S = (0.5, 4.0)
 """Seconds between two events, drawn evenly."""
 AWAY_S = (1.0, 8.0)

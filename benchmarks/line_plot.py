@@ -11,6 +11,8 @@ LEFT, TOP, RIGHT, BOTTOM = 56, 34, 14, 42
 MAX_LEGEND_STEP = 150
 COLOURS = ("#c1666b", "#0b6e4f", "#48639c", "#d4a24e")
 SMALLEST = 1e-3  # a logarithmic y axis starts no lower
+MAX_MARKED = 20
+"""Points of an axis that are marked and labelled each; with more, a line is thin and the axis has round numbers."""
 
 Scale = Literal["linear", "logarithmic"]
 
@@ -73,7 +75,8 @@ def plot(panels: Sequence[Panel], columns: int, colours: Mapping[str, str] | Non
 def _panel(panel: Panel, colours: Mapping[str, str]) -> list[str]:
     points = [point for line in panel.lines.values() for point in line]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
-    across = _Axis(xs[0], xs[-1], panel.x_scale, xs)
+    marked = len(xs) <= MAX_MARKED
+    across = _Axis(xs[0], xs[-1], panel.x_scale, xs) if marked else _linear(xs)
     up = _linear(ys) if panel.y_scale == "linear" else _logarithmic(ys)
 
     def x_of(x: float) -> float:
@@ -93,8 +96,10 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> list[str]:
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{panel.across}</text>')
     for name, line in panel.lines.items():
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="2.5"/>')
-        parts += [f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3" fill="{colours[name]}"/>' for x, y in line]
+        width = 2.5 if marked else 1.2
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="{width}"/>')
+        for x, y in line if marked else ():
+            parts.append(f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3" fill="{colours[name]}"/>')
     return parts
 
 

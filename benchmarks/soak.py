@@ -20,7 +20,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import httpx
@@ -144,22 +146,24 @@ def shown(slopes: Mapping[Key, Slope], points: Mapping[Key, Sequence[tuple[float
 
 
 def drawn(points: Mapping[Key, Sequence[tuple[float, float]]]) -> str:
-    """Returns an SVG with a diagram for each quantity."""
+    """Returns an SVG with a diagram for each quantity: the mean of every minute."""
     panels = [
         Panel(
             quantity,
             "minutes",
-            {
-                name: [(time_s / 60, value) for time_s, value in points[name, quantity]]
-                for name in (*KEPT, REDIS)
-                if (name, quantity) in points
-            },
+            {name: minutely(points[name, quantity]) for name in (*KEPT, REDIS) if (name, quantity) in points},
             "linear",
             "linear",
         )
         for quantity in LEAST
     ]
     return plot(panels, 2)
+
+
+def minutely(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns (minutes, mean value) of every minute with samples of (seconds, value)."""
+    minutes = groupby(points, key=lambda point: point[0] // 60)
+    return [(minute + 0.5, fmean(value for _, value in samples)) for minute, samples in minutes]
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from count import Counted, above_ceilings, ceilings, count_kinds
+from count import WITHOUT_REQUEST, Counted, above_ceilings, ceilings, count_kinds
 from count_kinds import KINDS
 
 TRIES = 15
@@ -43,3 +43,12 @@ def test_call_more_than_the_margin_is_found(counted: dict[str, Counted]) -> None
         assert any("calls of router" in sentence for sentence in above_ceilings({"RouteQuery": found}))
     finally:
         found.counts["router"]["calls"] -= 150
+
+
+def test_calls_that_a_window_without_a_request_has_too_are_not_the_requests() -> None:
+    kept = ceilings()["RouteQuery"]["router"]
+    more = {name: count + 150 for name, count in kept.items()}
+    periodic = {WITHOUT_REQUEST: Counted({"router": {"calls": 150, "C calls": 150}})}
+    sentences = above_ceilings({"RouteQuery": Counted({"router": more}), **periodic})
+    assert not any("calls" in sentence for sentence in sentences)
+    assert any("calls of router" in sentence for sentence in above_ceilings({"RouteQuery": Counted({"router": more})}))

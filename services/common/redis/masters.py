@@ -1,13 +1,15 @@
 """Finds the masters of a Redis of any topology, by questions to several servers at once.
 
 Each server has its own short timeout, so those that are dead or frozen delay an answer but do not prevent it. Of
-answers that differ, the newest by the servers' own epochs counts: a server that was cut off may answer with the past.
+answers that differ, the newest by the servers' own epochs counts: a server that was cut off may answer with the past,
+and while a fail-over ends, only one sentinel may know of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +26,8 @@ MAX_ASKED = 16
 """Servers that one search of a Redis master asks; others are not asked."""
 MAX_PROBE_S = 1.0
 """Seconds that a search of a Redis master waits for each server; then the server has no say."""
+MINORITY_S = 0.2
+"""Seconds that it waits for the rest once most have answered: one of them may be the only one that knows the newest."""
 
 T = TypeVar("T")
 
@@ -196,7 +200,7 @@ def _sampled(configured: Sequence[Address], learned: Sequence[Address]) -> list[
 
 
 async def _ask_most(servers: Sequence[Address], ask: Callable[[Address], Awaitable[T]]) -> list[T]:
-    """Returns the answers once more than half of the servers have answered, or all have answered or failed.
+    """Returns the answers once all servers have answered or failed, or `MINORITY_S` after more than half have answered.
 
     Raises:
         ConnectionError: none has answered.
@@ -204,9 +208,13 @@ async def _ask_most(servers: Sequence[Address], ask: Callable[[Address], Awaitab
     pending: set[asyncio.Future[T]] = {asyncio.ensure_future(ask(server)) for server in servers}
     answers: list[T] = []
     reason: BaseException | None = None
+    until: float | None = None
     try:
-        while pending and len(answers) <= len(servers) // 2:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        while pending:
+            timeout_s = None if until is None else max(0.0, until - time.monotonic())
+            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
             for task in done:
                 error = task.exception()
                 if error is None:
@@ -215,6 +223,8 @@ async def _ask_most(servers: Sequence[Address], ask: Callable[[Address], Awaitab
                     reason = error  # unreachable, or no answer of a Redis
                 else:
                     raise error
+            if until is None and len(answers) > len(servers) // 2:
+                until = time.monotonic() + MINORITY_S
     finally:
         await end_all(list(pending))
     if not answers:

@@ -79,6 +79,14 @@ SENTENCES = (
         loads=("batch", "background"),
     ),
     Sentence(
+        "Sentinel makes a replica master before it tells the old one to stop: what the old one acknowledges in between "
+        "is lost, which Redis does not prevent. A master that is ended with SIGTERM waits for its replicas instead.",
+        r"/v1/(files|batches|responses).*: 404",
+        parts=("redis-sentinel",),
+        faults=("failover",),
+        loads=("batch", "background"),
+    ),
+    Sentence(
         "FLUSHALL deletes stored responses, files and batches: those in progress are gone.",
         r"/v1/(files|batches|responses).*: 404|response failed|batch failed",
         parts=("redis", "redis-sentinel", "redis-cluster"),
@@ -108,6 +116,12 @@ LEFT_SENTENCES = (
         r"\{sluice:(responses|batches)\}:",
         parts=("redis",),
         faults=("sigstop-60s",),
+    ),
+    Sentence(
+        "What belonged to a record that Sentinel's fail-over lost is left, until it expires.",
+        r"\{sluice:(responses|batches)\}:",
+        parts=("redis-sentinel",),
+        faults=("failover",),
     ),
 )
 """Excuse what is left of a row: keys, all of which match."""

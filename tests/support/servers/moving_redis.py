@@ -69,8 +69,12 @@ class MovingRedis(ABC):
         else:
             self.plan(old, successor)
         self.elect(old, successor)
-        wait_for(lambda: is_master(successor), "the replica is master")
+        wait_for(lambda: self.moved(old, successor), "a replica is master")
         return time.monotonic()
+
+    def moved(self, old: RedisServer, successor: RedisServer) -> bool:
+        """Whether a replica of a master has become master; `successor` was one before."""
+        return is_master(successor)
 
     async def heal(self) -> None:
         """Brings a killed or frozen master back; returns when it is a replica."""
@@ -158,12 +162,12 @@ class MovingSingle(MovingRedis):
 
 
 class MovingSentinel(MovingRedis):
-    """A master and a replica with three sentinels."""
+    """A master and its replicas with three sentinels; durable: two, of which a master needs one to take writes."""
 
     def __init__(self, folder: Path, key: str, prefix_of: PrefixOf = no_prefix, durable: bool = False) -> None:
         super().__init__(key)
-        self._sentinels = RedisSentinels(folder, prefix_of=prefix_of, durable=durable)
-        self._servers = [self._sentinels.master, self._sentinels.replica]
+        self._sentinels = RedisSentinels(folder, prefix_of=prefix_of, durable=durable, replicas=2 if durable else 1)
+        self._servers = [self._sentinels.master, *self._sentinels.replicas]
         self.url = self._sentinels.url
 
     def start(self) -> None:
@@ -177,6 +181,9 @@ class MovingSentinel(MovingRedis):
 
     def successor(self, old: RedisServer) -> RedisServer:
         return next(server for server in self._servers if server is not old)
+
+    def moved(self, old: RedisServer, successor: RedisServer) -> bool:
+        return any(server is not old and is_master(server) for server in self._servers)
 
     def plan(self, old: RedisServer, successor: RedisServer) -> None:
         ask(self._sentinels.sentinels[0].port, "SENTINEL", "FAILOVER", RedisSentinels.SERVICE)

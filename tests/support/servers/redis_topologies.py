@@ -16,6 +16,7 @@ from services.common.settings.service import TlsSettings
 from tests.support.servers.redis_server import RedisServer
 
 SLOTS = 16_384
+FENCED = ("--min-replicas-to-write", "1", "--min-replicas-max-lag", "5")
 PrefixOf = Callable[[str], Sequence[str]]
 """Returns what runs a server, by its name."""
 
@@ -195,9 +196,10 @@ class RedisCluster:
 
 
 class RedisSentinels:
-    """A master, its replica, and three sentinels that make the replica master when the master dies.
+    """A master, its replicas, and three sentinels that make a replica master when the master dies.
 
     Args:
+        replicas: of the master; with more than one, a master without any refuses writes, as docs/redis.md recommends.
         tls: what all of them show and trust; they then want certificates of their callers and talk TLS to each other,
             and only the tests' own questions are plain text.
         prefix_of: returns what runs a server, by the name of its folder.
@@ -212,23 +214,28 @@ class RedisSentinels:
         tls: TlsSettings | None = None,
         prefix_of: PrefixOf = no_prefix,
         durable: bool = False,
+        replicas: int = 1,
     ) -> None:
-        homes = [folder / name for name in ("master", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
+        more = [f"replica-{number}" for number in range(1, replicas)]
+        names = ["master", "replica", *more, "sentinel-0", "sentinel-1", "sentinel-2"]
+        homes = [folder / name for name in names]
         for home in homes:
             home.mkdir()
         self._ports = [free_port() for _ in homes] if tls else []
         secure = [[] if tls is None else _secure(tls, port) for port in self._ports or [0] * len(homes)]
         prefixes = [prefix_of(home.name) for home in homes]
-        self.master = RedisServer(homes[0], *secure[0], durable=durable, prefix=prefixes[0])
+        fenced = FENCED if replicas > 1 else ()
+        self.master = RedisServer(homes[0], *secure[0], *fenced, durable=durable, prefix=prefixes[0])
         leader = self._ports[0] if tls else self.master.port
-        self.replica = RedisServer(
-            homes[1],
-            *(*secure[1], "--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0"),
-            durable=durable,
-            prefix=prefixes[1],
-        )
+        following = ("--replicaof", f"127.0.0.1 {leader}", "--repl-diskless-sync-delay", "0", *fenced)
+        self.replicas = [
+            RedisServer(homes[place], *secure[place], *following, durable=durable, prefix=prefixes[place])
+            for place in range(1, 1 + replicas)
+        ]
+        self.replica = self.replicas[0]
         self.sentinels = []
-        for home, flags, prefix in zip(homes[2:], secure[2:], prefixes[2:], strict=True):
+        first = 1 + replicas
+        for home, flags, prefix in zip(homes[first:], secure[first:], prefixes[first:], strict=True):
             (home / "sentinel.conf").write_text(
                 f"sentinel monitor {self.SERVICE} 127.0.0.1 {leader} 2\n"
                 f"sentinel down-after-milliseconds {self.SERVICE} 1500\n"
@@ -239,13 +246,13 @@ class RedisSentinels:
     @property
     def url(self) -> str:
         """For settings; names all sentinels."""
-        ports = self._ports[2:] or [sentinel.port for sentinel in self.sentinels]
+        ports = self._ports[1 + len(self.replicas) :] or [sentinel.port for sentinel in self.sentinels]
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
         return f"{'rediss' if self._ports else 'redis'}+sentinel://{hosts}/{self.SERVICE}/0"
 
     def start(self) -> None:
         """Starts all; returns when the sentinels know each other and the replica follows."""
-        for server in (self.master, self.replica, *self.sentinels):
+        for server in (self.master, *self.replicas, *self.sentinels):
             server.start()
         wait_for(self._settled, "the sentinels agree")
 
@@ -255,7 +262,7 @@ class RedisSentinels:
 
     def stop(self) -> None:
         """Ends all."""
-        for server in (*self.sentinels, self.replica, self.master):
+        for server in (*self.sentinels, *self.replicas, self.master):
             server.stop()
 
     def _settled(self) -> bool:
@@ -263,9 +270,10 @@ class RedisSentinels:
             flat = ask(sentinel.port, "SENTINEL", "MASTER", self.SERVICE)
             state = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
             state = {_text(key): _text(value) for key, value in state.items()}
-            if (state["num-slaves"], state["num-other-sentinels"]) != ("1", "2"):
+            if (state["num-slaves"], state["num-other-sentinels"]) != (str(len(self.replicas)), "2"):
                 return False
-        return b"master_link_status:up" in _lines(ask(self.replica.port, "INFO", "replication"))
+        links = (_lines(ask(replica.port, "INFO", "replication")) for replica in self.replicas)
+        return all(b"master_link_status:up" in lines for lines in links)
 
 
 def _owners(node: RedisServer, slot: int) -> list[int]:
