@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import lt
 from random import Random
@@ -36,7 +36,7 @@ from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 IDLE = Reported()
 CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
-ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
+ATTEMPTS = 3  # the chosen worker may have been removed since, as may the one of a reservation of the request's
 _NO_SLOT = WorkerRank("", 0)
 
 
@@ -188,9 +188,12 @@ class Selector:
             overlaps: of all candidates.
             snapshot: to which a new reservation is added.
         """
-        params = self._params(request, part)
+        params, removed = self._params(request, part), set[str]()
         for _ in range(ATTEMPTS):
-            choice, degraded = await self._book(request, rounds(), params)
+            if removed and all(offer.slot.worker_id in removed for offer in offers):
+                break
+            left = _without(removed, rounds()) if removed else rounds()
+            choice, degraded = await self._book(request, left, params)
             worker = self._registry.get(request.query.model, choice.slot.worker_id)
             if worker is not None:
                 if snapshot is not None and choice.expires_unix_ms and not choice.repeated:
@@ -200,6 +203,7 @@ class Selector:
                 for each in overlaps:
                     best = max(best, each.device + each.host + each.disk)
                 return Selection(worker, choice, overlap, best, degraded, offers, scores)
+            removed.add(choice.slot.worker_id)
             await self._reservations.free(request.query.model, [_request_id(request, part)])
         raise unavailable(f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers")
 
@@ -339,6 +343,12 @@ def _request_id(request: SchedulingRequest, part: Part) -> str:
 
 def _limited(offers: list[Offer], limits: Mapping[WorkerRank, Limits]) -> list[Offer]:
     return [offer._replace(limits=limits.get(offer.slot)) for offer in offers] if limits else offers
+
+
+def _without(removed: Set[str], rounds: Iterator[list[Offer]]) -> Iterator[list[Offer]]:
+    for some in rounds:
+        if left := [offer for offer in some if offer.slot.worker_id not in removed]:
+            yield left
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,13 +49,16 @@ async def test_the_known_routing_scenario(cluster: Cluster) -> None:
 
 
 class Leaving(MemoryStore):
-    """Who is chosen is gone when the answer comes."""
+    """The chosen worker is gone when the answer comes, so many times."""
 
     router: Router
+    times = 3
 
     async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         choice = await super().select(model, offers, terms)
-        self.router.registry.down(model, choice.slot.worker_id, 1)
+        if self.times:
+            self.times -= 1
+            self.router.registry.down(model, choice.slot.worker_id, 1)
         return choice
 
 
@@ -67,6 +70,17 @@ async def test_nothing_stays_booked_on_workers_that_go_while_they_are_chosen() -
         with pytest.raises(SluiceError, match="was removed"):
             await cluster.ask(prompt("ABC"), request_id="r")
     assert (await store.pulse("m")).loads == {}
+
+
+async def test_worker_that_is_left_is_chosen_after_one_that_goes_while_it_is_chosen() -> None:
+    store = Leaving(random=Random(1))
+    store.times = 1
+    async with Cluster(store=store) as cluster:
+        store.router = cluster.router
+        await cluster.add(worker("a"), worker("b"))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
+        assert (await cluster.ask(prompt("ABC"), request_id="r")).worker.worker_id == "b"
+        assert [slot.worker_id for slot in (await store.pulse("m")).loads] == ["b"]
 
 
 async def test_adapters_salts_and_models_never_mix(cluster: Cluster) -> None:
