@@ -22,6 +22,9 @@ SILENCE_S, CONNECT_S = 20.0, 5.0
 ELSEWHERE = ("replica is ready", "service cannot be reached", "gateway is shutting down")
 """Of the errors, retryable, of a gateway that reaches none of the services behind it, or that ends."""
 UNAVAILABLE, AGAIN_S = 503, 0.5
+NOT_FOUND = 404
+_REFUSED = "execute_batch"
+"""Of grpcio's INTERNAL for a stream that was refused while its first message was written."""
 CUT = (httpx.TransportError, ConnectionClosed, ConnectionError, TimeoutError, ssl.SSLError)
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -35,7 +38,7 @@ def is_cut(error: BaseException) -> bool:
     if any(words in str(error) for words in ELSEWHERE):
         return True
     if isinstance(error, grpc.aio.AioRpcError):
-        return error.code() in GONE
+        return error.code() in GONE or _REFUSED in (error.debug_error_string() or "")
     return isinstance(error, CUT)
 
 
@@ -129,6 +132,19 @@ class Entrances:
             attempts.retried += 1
             await asyncio.sleep(AGAIN_S)
         return response
+
+    async def delete(self, attempts: Attempts, path: str) -> None:
+        """Deletes at a gateway; what an attempt that was repeated has deleted already is deleted.
+
+        Raises:
+            RequestFailedError: its status is another error.
+        """
+        before = attempts.retried
+        try:
+            await self.http(attempts, "DELETE", path)
+        except RequestFailedError as error:
+            if attempts.retried == before or f": {NOT_FOUND} " not in str(error):
+                raise
 
     def _asks_again(self, response: httpx.Response) -> bool:
         return response.status_code == UNAVAILABLE and "unavailable" in self.retries

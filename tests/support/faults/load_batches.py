@@ -44,8 +44,8 @@ class Batches(Load):
         if batch["status"] != "completed" or batch["request_counts"]["completed"] != LINES:
             raise RequestFailedError(f"batch {batch['status']}: {batch['request_counts']} {batch.get('errors')}")
         content = (await http(exchange, "GET", f"/v1/files/{batch['output_file_id']}/content")).text
-        await http(exchange, "DELETE", f"/v1/batches/{batch['id']}")
-        await http(exchange, "DELETE", f"/v1/files/{file['id']}")
+        await self.entrances.delete(exchange, f"/v1/batches/{batch['id']}")
+        await self.entrances.delete(exchange, f"/v1/files/{file['id']}")
         return _answer(list(map(json.loads, content.splitlines())))
 
 

@@ -116,4 +116,4 @@ class BackgroundResponses(Load):
                 response = (await http(exchange, "GET", path)).json()
             return answer_of(response)
         finally:
-            await http(exchange, "DELETE", path)
+            await self.entrances.delete(exchange, path)

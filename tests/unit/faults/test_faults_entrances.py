@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -81,3 +82,21 @@ async def test_request_that_fails_otherwise_is_not_repeated(retries: tuple[str, 
 async def test_request_that_fails_at_both_gateways_has_failed() -> None:
     with pytest.raises(httpx.ConnectError):
         await asked(("gateways",), set(GATEWAYS), httpx.ConnectError("refused"))
+
+
+@pytest.mark.parametrize(("retried", "status", "passes"), [(1, 404, True), (0, 404, False), (1, 500, False)])
+async def test_deletion_that_was_repeated_may_find_nothing(
+    monkeypatch: pytest.MonkeyPatch, retried: int, status: int, passes: bool
+) -> None:
+    entrances, attempts = Entrances(GATEWAYS, [], []), Attempts()
+
+    async def http(attempts: Attempts, method: str, path: str) -> None:
+        attempts.retried += retried
+        raise RequestFailedError(f"{method} {path}: {status} gone")
+
+    monkeypatch.setattr(entrances, "http", http)
+    try:
+        with nullcontext() if passes else pytest.raises(RequestFailedError, match=str(status)):
+            await entrances.delete(attempts, "/v1/files/f")
+    finally:
+        await entrances.close()
