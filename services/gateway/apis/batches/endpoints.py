@@ -15,7 +15,7 @@ from starlette.responses import Response
 from services.common.base.budgets import Budget
 from services.common.base.errors import ErrorKind, SluiceError, invalid, not_found, quoted
 from services.gateway.admission.permit import Permit
-from services.gateway.apis.batches.file_content import FileContent
+from services.gateway.apis.batches.file_content import RANGE_BYTES, FileContent
 from services.gateway.apis.batches.lines import count_lines
 from services.gateway.apis.batches.multipart import FormPart, read_form
 from services.gateway.apis.batches.records import UPLOAD, BatchRecord, FileRecord
@@ -157,7 +157,11 @@ class BatchEndpoints:
     async def file_content(self, request: Request) -> Response:
         """Retrieve a file's content."""
         file = await self._file(request)
-        return FileContent(partial(self._store.read, _owner(), file.id), file.size, self._limits.write_s)
+        read = partial(self._store.read, _owner(), file.id)
+        first = await read(0, RANGE_BYTES)
+        if first is None or (file.size and not first):
+            raise _no_file(file.id)
+        return FileContent(first, read, file.size, self._limits.write_s)
 
     async def delete_file(self, request: Request) -> Response:
         """Delete a file; batches that have not run all of its lines fail."""

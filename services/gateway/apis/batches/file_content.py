@@ -21,6 +21,8 @@ class FileContent(Response):
     """The content of a file.
 
     Args:
+        first: its beginning, read before the response begins, so that a store that is unavailable is an error with a
+            status instead of a cut connection.
         read: returns a range by start and size; None once the file was deleted.
         size: bytes of the file.
         write_s: longest time that the client may read nothing.
@@ -28,25 +30,28 @@ class FileContent(Response):
 
     media_type = "application/jsonl"
 
-    def __init__(self, read: Callable[[int, int], Awaitable[bytes | None]], size: int, write_s: float) -> None:
+    def __init__(
+        self, first: bytes, read: Callable[[int, int], Awaitable[bytes | None]], size: int, write_s: float
+    ) -> None:
         super().__init__(headers={"content-length": str(size)})
+        self._first = first
         self._read = read
         self._size = size
         self._write_s = write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def transfer() -> bool:
+            data: bytes | None = self._first
             sent = 0
-            while True:
-                data = await self._read(sent, RANGE_BYTES) if sent < self._size else b""
+            while data or not self._size:
                 sent += len(data or b"")
-                if data is None or (not data and sent < self._size):
-                    return False  # it was deleted meanwhile
+                more = sent < self._size
                 async with asyncio.timeout(self._write_s):
-                    more = sent < self._size
                     await send({"type": "http.response.body", "body": data, "more_body": more})
                 if not more:
                     return True
+                data = await self._read(sent, RANGE_BYTES)
+            return False  # it was deleted meanwhile
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
