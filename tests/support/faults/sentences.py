@@ -35,6 +35,7 @@ class Sentence:
 
 _ENDING = ("sigkill", "sigterm", "oom", "rolling-restart", "rolling-upgrade")
 _SILENCING = ("sigstop-60s", "partition", "one-way-partition")
+_REPLACED = ("sigstop-5s", *_SILENCING)
 
 SENTENCES = (
     Sentence(
@@ -87,6 +88,14 @@ SENTENCES = (
         loads=("batch", "background"),
     ),
     Sentence(
+        "A master that stood still or was cut off, and was replaced meanwhile, acknowledges what it is sent until it "
+        "learns of it; that is lost, which Redis does not prevent.",
+        r"/v1/(files|batches|responses).*: 404",
+        parts=("redis-sentinel", "redis-cluster"),
+        faults=_REPLACED,
+        loads=("batch", "background"),
+    ),
+    Sentence(
         "FLUSHALL deletes stored responses, files and batches: those in progress are gone.",
         r"/v1/(files|batches|responses).*: 404|response failed|batch failed",
         parts=("redis", "redis-sentinel", "redis-cluster"),
@@ -118,10 +127,10 @@ LEFT_SENTENCES = (
         faults=("sigstop-60s",),
     ),
     Sentence(
-        "What belonged to a record that Sentinel's fail-over lost is left, until it expires.",
+        "What belonged to a record that a fail-over of Redis lost is left, until it expires.",
         r"\{sluice:(responses|batches)\}:",
-        parts=("redis-sentinel",),
-        faults=("failover",),
+        parts=("redis-sentinel", "redis-cluster"),
+        faults=("failover", *_REPLACED),
     ),
 )
 """Excuse what is left of a row: keys, all of which match."""
