@@ -15,8 +15,6 @@ from services.gateway.apis.batches.work import ClaimedBatch, ClaimLost, Work
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-CLAIM_S = 5.0
-"""Lease of a claim until the work renews it, at once: a claim whose answer is lost holds its batch no longer."""
 MAX_OPEN = 32
 """Batches that a gateway works on at the same time; further ones wait."""
 MAX_OPEN_PER_TENANT = 2
@@ -49,7 +47,7 @@ class BatchRunner:
     async def _claim(self) -> BatchClaim | None:
         busy = [owner for owner, number in Counter(self._open.values()).items() if number >= MAX_OPEN_PER_TENANT]
         try:
-            return await self._work.store.claim(min(self._work.lease_s, CLAIM_S), busy)
+            return await self._work.store.claim(self._work.lease_s, busy)
         except SluiceError:
             return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,15 +12,14 @@ import orjson
 import pytest
 
 from services.common.base.budgets import Budget
-from services.common.base.errors import ErrorKind, NoAnswerError
 from services.common.net.intake.pace import BodyPace
 from services.gateway.apis.batches.executor import BatchExecutor
 from services.gateway.apis.batches.lines import BatchLine, line_parser
 from services.gateway.apis.batches.memory_store import MemoryBatchStore
 from services.gateway.apis.batches.records import UPLOAD, BatchRecord, FileRecord
-from services.gateway.apis.batches.runner import CLAIM_S, BatchRunner
+from services.gateway.apis.batches.runner import BatchRunner
 from services.gateway.apis.batches.shares import FairShares
-from services.gateway.apis.batches.store import BatchClaim, Limits, StoredBatch, result_file
+from services.gateway.apis.batches.store import Limits, StoredBatch, result_file
 from services.gateway.apis.batches.work import MAX_LOST_CLAIMS, Work
 from tests.support.waiting import until
 
@@ -187,29 +186,6 @@ async def test_batch_that_ends_its_gateways_fails_after_three_of_them() -> None:
     async with rig.running():
         batch = await rig.ended()
     assert (batch.status, batch.errors[0]["code"]) == ("failed", "batch_interrupted")
-
-
-async def test_claim_whose_answer_is_lost_delays_its_batch_by_less_than_a_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig(Executor())
-    await rig.add(requests(3))
-    claim, answers_lost = rig.store.claim, 1
-
-    async def losing(lease_s: float, passed_over: Collection[str] = ()) -> BatchClaim | None:
-        nonlocal answers_lost
-        claimed = await claim(lease_s, passed_over)
-        if claimed is not None and answers_lost:
-            answers_lost -= 1
-            raise NoAnswerError(ErrorKind.UNAVAILABLE, "the answer is lost")
-        return claimed
-
-    monkeypatch.setattr(rig.store, "claim", losing)
-    async with rig.running():
-        await until(lambda: not answers_lost)
-        rig.moved_s += CLAIM_S + 0.1
-        async with asyncio.timeout(10):
-            assert (await rig.ended()).status == "completed"
 
 
 async def test_failure_within_one_batch_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:
