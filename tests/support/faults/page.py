@@ -59,7 +59,7 @@ def as_json(run: Run) -> str:
         for cell, one in zip(shown["cells"], row.cells, strict=True):
             cell["perfect"] = one.perfect
             cell["errors"] = cell["errors"][:10]
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(found, ensure_ascii=False) + "\n"
 
 
 def rows_of(text: str) -> list[Row]:
