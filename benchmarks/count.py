@@ -154,7 +154,7 @@ def count_kinds(
     """Returns the least counts of each kind over `tries` requests, and of `WITHOUT_REQUEST`, in turns over the kinds.
 
     Args:
-        enough: called after each turn; whether no further one is needed.
+        enough: called after each turn with each kind alone; whether it needs no further try for now.
     """
     texts, moments = prompts(), random.Random(1)
     counted = {name: Counted() for name in (*names, WITHOUT_REQUEST)}
@@ -162,9 +162,10 @@ def count_kinds(
         for name in names:
             for _ in range(WARM_UPS):
                 KINDS[name](endpoints, next(texts))
+        remaining = list(names)
         for _ in range(tries):
             longest_s = 0.0
-            for name in (*names, WITHOUT_REQUEST):
+            for name in (*remaining, WITHOUT_REQUEST):
                 time.sleep(moments.random() / 4)
                 before, opened = windows.open(), time.monotonic()
                 if name == WITHOUT_REQUEST:
@@ -175,7 +176,9 @@ def count_kinds(
                 longest_s = max(longest_s, time.monotonic() - opened)
                 for service, window in windows.close(before).items():
                     counted[name].add(service, window)
-            if enough(counted):
+            periodic = counted[WITHOUT_REQUEST]
+            remaining = [name for name in names if not enough({name: counted[name], WITHOUT_REQUEST: periodic})]
+            if not remaining:
                 break
     return counted
 
