@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from ssl import SSLContext
 from typing import Any, TypeAlias
@@ -15,6 +16,8 @@ from services.common.redis.target import Credentials, RedisTarget
 
 Address: TypeAlias = tuple[str, int]
 """Host and port of a server; the path of a Unix socket and 0."""
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""When an idle connection is probed: after and every so many seconds, and lost after so many probes."""
 
 
 def open_pool(target: RedisTarget, address: Address, timeout_s: float, connections: int) -> Any:
@@ -58,7 +61,18 @@ def _options(target: RedisTarget, address: Address, timeout_s: float) -> dict[st
     if target.path:
         return {**options, "connection_class": UnixDomainSocketConnection, "path": target.path}
     secure = {"connection_class": RenewingConnection, **_tls(target.credentials)} if target.tls else {}
-    return {**options, "connection_class": Connection, "host": host, "port": port, **secure}
+    server = {"host": host, "port": port, "socket_keepalive_options": _patience(timeout_s)}
+    return {**options, "connection_class": Connection, **server, **secure}
+
+
+def _patience(timeout_s: float) -> dict[int, int]:
+    """Returns how long the system waits for a silent server, as far as it can be told, by number of the option.
+
+    What a server does not acknowledge is not sent again after the timeout: a command that was given up would otherwise
+    be executed half a minute later, when the network that lost it has healed, and claim a batch for nothing.
+    """
+    options = {**KEEPALIVE, "TCP_USER_TIMEOUT": max(1, int(timeout_s * 1000))}
+    return {getattr(socket, name): value for name, value in options.items() if hasattr(socket, name)}
 
 
 def _tls(credentials: Credentials) -> dict[str, Any]:

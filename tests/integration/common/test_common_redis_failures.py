@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -28,8 +29,10 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from services.common.base.errors import ErrorKind, SluiceError
 from services.common.base.tasks import TaskOwner
 from services.common.redis import masters, servers
+from services.common.redis.connect import open_pool
 from services.common.redis.failures import Failure, classify
 from services.common.redis.scripts import MAX_RESENT
+from services.common.redis.target import parse
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter
@@ -203,3 +206,14 @@ def test_error_has_one_meaning_for_all_users(error: BaseException) -> None:
 def test_every_failure_is_injected_or_classified() -> None:
     assert {*ERRORS.values(), *(failure for _, failure in REPLIES.values())} == set(Failure)
     assert not set(itertools.chain(MAX_RESENT)) & {Failure.LOST, Failure.TIMEOUT}, "these may have been executed"
+
+
+async def test_command_that_is_not_acknowledged_in_time_is_not_sent_again() -> None:
+    async with ScriptedRedis(EMPTY) as server, asyncio.timeout(30):
+        pool = open_pool(parse(server.url("single")), ("127.0.0.1", server.port), 2.5, connections=1)
+        connection = await pool.get_connection()
+        open_socket = connection._writer.get_extra_info("socket")
+        assert open_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
+        assert open_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        await pool.release(connection)
+        await pool.disconnect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 from tests.support.faults.entrances import Attempts, Entrances
@@ -42,6 +43,7 @@ class Load(ABC):
         about: what a request is.
         at_once: number of requests in progress.
         distinct: number of different requests, which are repeated in turn.
+        in_progress: requests that have not ended, by lane.
     """
 
     name: ClassVar[str]
@@ -53,7 +55,7 @@ class Load(ABC):
         self.entrances = entrances
         self.observations: list[Observation] = []
         self._stopping = asyncio.Event()
-        self.in_progress = 0
+        self.in_progress: dict[int, Observation] = {}
 
     @abstractmethod
     async def ask(self, number: int, exchange: Exchange) -> Answer:
@@ -71,20 +73,25 @@ class Load(ABC):
         """Sends one request after the other, first to the same server: each server always has some of them."""
         number = lane
         while not self._stopping.is_set():
-            self.in_progress += 1
-            seen = await self._observed(number % self.distinct, lane)
-            self.in_progress -= 1
-            self.observations.append(seen)
+            seen = self.in_progress[lane] = Observation(self.name, number % self.distinct, time.monotonic())
+            await self._observe(seen, lane)
+            self.observations.append(self.in_progress.pop(lane))
             if seen.answer is None:
                 await asyncio.sleep(0.2)  # as clients do, it does not ask again at once
             number += self.at_once + (number // self.distinct) % 2  # not always the same requests in one lane
 
-    async def _observed(self, number: int, turn: int) -> Observation:
-        seen = Observation(self.name, number, time.monotonic())
+    def overdue(self, reference: Reference) -> list[Observation]:
+        """Returns the requests in progress that have already taken longer than is normal, as if they ended now."""
+        now = time.monotonic()
+        waiting = (replace(seen, ended=now) for seen in self.in_progress.values())
+        return [seen for seen in waiting if not reference.is_in_time(seen)]
+
+    async def _observe(self, seen: Observation, turn: int) -> Observation:
+        """Sends the request of an observation, notes what it met, and returns the observation."""
         exchange = Exchange(turn)
         try:
             async with asyncio.timeout(DEADLINE_S) as limit:
-                seen.answer = await self.ask(number, exchange)
+                seen.answer = await self.ask(seen.number, exchange)
         except Exception as error:
             hung = f"hung: no end within {DEADLINE_S:.0f} s"
             seen.error = hung if limit.expired() else f"{type(error).__name__}: {error}"
@@ -102,7 +109,8 @@ class Load(ABC):
         seen: list[Observation] = []
         for start in range(0, self.distinct, self.at_once):
             numbers = range(start, min(start + self.at_once, self.distinct))
-            seen += await asyncio.gather(*(self._observed(number, number) for number in numbers))
+            fresh = (Observation(self.name, number, time.monotonic()) for number in numbers)
+            seen += await asyncio.gather(*(self._observe(observation, observation.number) for observation in fresh))
         answers, seconds = {}, {}
         for observation in seen:
             assert observation.answer is not None, f"{self.name}, undisturbed: {observation.error}"

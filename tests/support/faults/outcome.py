@@ -65,7 +65,11 @@ class Reference:
 
     def is_normal(self, seen: Observation) -> bool:
         """Whether a request was served, and in normal time."""
-        return seen.answer is not None and seen.seconds <= NORMAL_TIMES * self.seconds[seen.number] + NORMAL_EXTRA_S
+        return seen.answer is not None and self.is_in_time(seen)
+
+    def is_in_time(self, seen: Observation) -> bool:
+        """Whether a request took no longer than is normal."""
+        return seen.seconds <= NORMAL_TIMES * self.seconds[seen.number] + NORMAL_EXTRA_S
 
 
 @dataclass(slots=True)

@@ -111,10 +111,15 @@ async def _served(loads: Sequence[Load], references: Mapping[str, Reference], in
     """Waits until every load is served normally again, for a while."""
     deadline = time.monotonic() + MAX_AFTER_S
     while time.monotonic() < deadline:
-        times = (full_service(load.observations, injected, references[load.name]) for load in loads)
-        if all(found is not None for found in times):
+        if all(_is_served(load, references[load.name], injected) for load in loads):
             return
         await asyncio.sleep(POLL_S)
+
+
+def _is_served(load: Load, reference: Reference, injected: float) -> bool:
+    """Whether a load is served normally, the requests in progress included."""
+    seen = [*load.observations, *load.overdue(reference)]
+    return full_service(seen, injected, reference) is not None
 
 
 async def _settled(place: Place) -> Inventory:
