@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 GATEWAYS, ROUTERS, TEXTS = ("gateway", "gateway-1"), ("router", "router-1"), ("postprocess-0", "postprocess-1")
@@ -37,6 +37,14 @@ def _bug(name: str, about: str, red: tuple[str, str], processes: tuple[str, ...]
     return Break(name, about, red, code_of=dict.fromkeys(processes, code))
 
 
+_BELIEVES = (
+    "import services.router.state.sync.load_reconciler as reconciler",
+    "async def believe(self, view): pass",
+    "reconciler.LoadReconciler.correct = believe",
+)
+"""Lets routers not compare reservations with what workers report, which repairs any that are kept too long."""
+
+
 NOTHING = Break("", "as it is")
 
 BREAK_KINDS = (
@@ -46,10 +54,14 @@ BREAK_KINDS = (
         ("worker", "sigkill"),
         gateway_flags=("--no-migration",),
     ),
-    Break(
-        "leases-off",
-        "routers that keep the reservations of owners that are gone for an hour",
-        ("gateway", "sigkill"),
+    replace(
+        _bug(
+            "leases-off",
+            "routers that keep the reservations of owners that are gone for an hour, whatever workers report",
+            ("gateway", "sigkill"),
+            ROUTERS,
+            *_BELIEVES,
+        ),
         router_flags=("--owner-lease-ms", "3600000"),
     ),
     _bug(
@@ -64,23 +76,29 @@ BREAK_KINDS = (
     ),
     _bug(
         "preprocess-alone",
-        "gateways that call the first replica of preprocess and of the routers, whether it serves or not, and no other",
+        "gateways that call the first replica of a service that serves, for ever, and no other",
         ("preprocess", "sigkill"),
         GATEWAYS,
         "import services.common.rpc.replicas as replicas",
-        "replicas.ReplicaSet.pick = lambda self, exclude=frozenset(): next(iter(self._replicas.values()))",
+        "pick, chosen = replicas.ReplicaSet.pick, {}",
+        "def wrong(self, exclude=frozenset(), prefer=None):",
+        "    first = next(iter(self._replicas.values()), None)",
+        "    if self not in chosen and (first is None or not first.serving): return pick(self, exclude, prefer)",
+        "    return chosen.setdefault(self, first)",
+        "replicas.ReplicaSet.pick = wrong",
         "replicas._refused = lambda cause: False",
         "replicas.RetryBudget.spend = lambda self: False",
     ),
     _bug(
         "router-keeps",
-        "routers that forget to free every fifth reservation",
+        "routers that forget to free every fifth reservation, whatever workers report",
         ("router", "sigkill"),
         ROUTERS,
+        *_BELIEVES,
         "import itertools, services.router.scheduling.lifecycle as lifecycle",
         "free, turns = lifecycle.RequestLifecycle.free, itertools.count(1)",
         "async def wrong(self, reservations, outcomes=()):",
-        "    return await free(self, [each for each in reservations if next(turns) % 5], ())",
+        "    return await free(self, [one for one in reservations if next(turns) % 5], ())",
         "lifecycle.RequestLifecycle.free = wrong",
     ),
     _bug(
@@ -105,9 +123,10 @@ BREAK_KINDS = (
     ),
     _bug(
         "picker-keeps",
-        "endpoint pickers that do not free a request whose stream is cut",
+        "endpoint pickers that do not free every fifth request, whatever workers report",
         ("picker", "sigkill"),
         ROUTERS,
+        *_BELIEVES,
         "import itertools, services.router.picker.releases as releases",
         "free, turns = releases.Releases.free, itertools.count(1)",
         "def wrong(self, *given): return free(self, *given) if next(turns) % 5 else None",
