@@ -91,6 +91,8 @@ def own_suite(
     environment = {**os.environ, **({} if tree is None else {"PYTHONPATH": str(tree)}), **(added or {})}
     command = [sys.executable, "-m", "sluice.cli.main", "up", "--port", "0", "--base-grpc-port", "0"]
     command += ["--workers", str(workers), "--speedup", str(speedup), "--log-level", "warning", *arguments]
+    if tree is None and "--restart" not in arguments:
+        command.append("--no-restart")  # a service that ends must not go unnoticed; a revision may not have the flag
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tree, env=environment) as suite,

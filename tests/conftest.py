@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what th
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Suites that tests start must not be those that commands in other terminals find.
+    state = tempfile.TemporaryDirectory(prefix="sluice-tests-")
+    os.environ["XDG_STATE_HOME"] = state.name
+    config.add_cleanup(state.cleanup)
     if part := os.environ.get("SLUICE_TEST_COVERAGE"):
         from tests.support.branch_coverage import PARTS, BranchCoverage
 

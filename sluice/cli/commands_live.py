@@ -1,4 +1,4 @@
-"""The commands for a running suite: `top`, `route`, `workers` and `doctor`."""
+"""The commands for a running suite: `ps`, `top`, `route`, `workers` and `doctor`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,23 @@ UNLIMITED_WIDTH = 200
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
-    for name, command in (("top", top), ("route", route), ("workers", workers), ("doctor", doctor)):
+    for name, command in (("ps", ps), ("top", top), ("route", route), ("workers", workers), ("doctor", doctor)):
         app.command(name)(command)
+
+
+def ps(
+    pid: Annotated[
+        str, typer.Option(metavar="NAME", help="print only the id of this process, such as worker-0, for `kill`")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the suites that run on this machine, with their processes; exit code 1 if none does."""
+    from sluice.cli.live import ps as command
+
+    if pid:
+        typer.echo(command.pid_of(pid))
+        return
+    raise typer.Exit(command.run(as_json, console()))
 
 
 @with_flags(Endpoint, without=("router", "router_token"))
@@ -33,7 +48,7 @@ def top(
     """Show rates, workers and recent requests of a running suite, updated every second; Ctrl-C exits."""
     from sluice.cli.live import top as command
 
-    raise typer.Exit(command.run(made(Endpoint, flags), once, as_json, console()))
+    raise typer.Exit(command.run(made(Endpoint, flags).located(), once, as_json, console()))
 
 
 @with_flags(Endpoint)
@@ -52,7 +67,7 @@ def route(
 
     if not text:
         raise BadFlag("TEXT must not be empty; pass the prompt to route")
-    raise typer.Exit(command.run(made(Endpoint, flags), text, model, raw, tenant, as_json, console()))
+    raise typer.Exit(command.run(made(Endpoint, flags).located(), text, model, raw, tenant, as_json, console()))
 
 
 @with_flags(Endpoint)
@@ -60,7 +75,7 @@ def workers(as_json: AsJson = False, **flags: Any) -> None:
     """List the workers with their health and load; exit code 1 if one does not serve."""
     from sluice.cli.live import workers as command
 
-    raise typer.Exit(command.run(made(Endpoint, flags), as_json, console()))
+    raise typer.Exit(command.run(made(Endpoint, flags).located(), as_json, console()))
 
 
 @with_flags(Endpoint)
@@ -82,7 +97,7 @@ def doctor(
     """
     from sluice.cli.doctor import doctor as command
 
-    raise typer.Exit(command.run(made(Endpoint, flags), redis, as_json, console()))
+    raise typer.Exit(command.run(made(Endpoint, flags).located(), redis, as_json, console()))
 
 
 def console() -> Console:

@@ -17,7 +17,7 @@ from sluice.cli.up.options import Options
 from sluice.cli.up.plan import ListedEngine, Process, check, engine_process, plan, secured
 from sluice.cli.up.progress import View
 
-SWITCHES = ("migration", "migration-enabled", "native-parsers")
+SWITCHES = ("migration", "migration-enabled", "native-parsers", "restart")
 """Flags of `sluice up` that are on or off, both of which can be given."""
 
 
@@ -30,8 +30,9 @@ def add_to(app: typer.Typer) -> None:
 def up_suite(**flags: Any) -> None:
     """Start the whole suite as local processes; Ctrl-C stops it.
 
-    When a process exits unexpectedly, the others are stopped and the exit code is 1, unless --restart is given.
-    Set other settings of a service through environment variables, such as SLUICE_GATEWAY_LOG_FORMAT=json.
+    A process that ends is restarted; when it ends too often, the others are stopped and the exit code is 1.
+    The services print warnings and errors; --log-level info shows more. Set other settings of a service through
+    environment variables, such as SLUICE_GATEWAY_LOG_FORMAT=json.
     """
     options = made(Options, flags)
     name = check(options).name

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.common.net.addresses import host_port
 from services.common.security.tls import PeerCredentials
 from sluice.cli.errors import BadFlag
 from sluice.cli.flags import flag
+from sluice.cli.suites import running_suites
 from sluice.cli.trust import Trust
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
@@ -19,7 +21,12 @@ DEFAULT_ROUTER = "127.0.0.1:50052"
 class Endpoint:
     """Holds the flags for reaching a suite; an empty `router` means the one that the gateway reports."""
 
-    gateway: str = flag(DEFAULT_GATEWAY, "URL of the gateway", envvar="SLUICE_GATEWAY", metavar="URL")
+    gateway: str = flag(
+        "",
+        f"URL of the gateway; default: of the suite that runs on this machine, else {DEFAULT_GATEWAY}",
+        envvar="SLUICE_GATEWAY",
+        metavar="URL",
+    )
     router: str = flag(
         "",
         "address of a router; empty: the one that the gateway reports",
@@ -30,9 +37,27 @@ class Endpoint:
     router_token: str = flag("", "token for the router, if it requires one", envvar="SLUICE_ROUTER_TOKEN", repr=False)
     trust: Trust = field(default_factory=Trust)
 
+    def located(self) -> Endpoint:
+        """Returns the endpoint with the address, and the certificates, of the only suite that runs if none is given.
+
+        Raises:
+            BadFlag: several suites run.
+        """
+        if self.gateway:
+            return self
+        suites = running_suites()
+        if len(suites) > 1:
+            urls = ", ".join(suite.url for suite in suites)
+            raise BadFlag(f"{len(suites)} suites run on this machine: {urls}; choose one with --gateway")
+        if not suites:
+            return replace(self, gateway=DEFAULT_GATEWAY)
+        [suite] = suites
+        trust = replace(self.trust, folder=Path(suite.tls)) if suite.tls and not self.trust.encrypted else self.trust
+        return replace(self, gateway=suite.url, trust=trust)
+
     def check(self) -> None:
         """Raises BadFlag for invalid flags."""
-        if not _is_url(self.gateway):
+        if self.gateway and not _is_url(self.gateway):
             raise BadFlag(f"--gateway {self.gateway} is not a URL such as {DEFAULT_GATEWAY}")
         if self.router and not _is_address(self.router):
             raise BadFlag(f"--router {self.router} is not a host:port such as {DEFAULT_ROUTER}")

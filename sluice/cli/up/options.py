@@ -63,4 +63,8 @@ class Options:
         "folder of `sluice certs`: use TLS on every connection, with each service's own certificate",
         metavar="DIR",
     )
-    restart: bool = flag(False, "restart a process that exits unexpectedly, up to 3 times a minute", "--restart")
+    restart: bool = flag(
+        True,
+        "whether a process that ends is restarted, up to 5 times in two minutes; --no-restart: then the suite stops",
+        "--restart/--no-restart",
+    )

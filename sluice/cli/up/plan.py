@@ -22,6 +22,8 @@ from sluice.cli.up.options import LOOPBACK, Options
 from sluice.cli.up.pipeline import worker_arguments
 
 DRAIN_S = 2.5
+QUIET = "warning"
+"""Log level of the services of `sluice up`, which itself reports what starts and stops."""
 
 _ROUTER_OFFSETS = (1, 4, 5, 6, 7, 8, 9)
 _WORKER_OFFSET = 10
@@ -153,7 +155,7 @@ def engine_process(options: Options, entry: ListedEngine, routers: str, port: in
         *("--listen", join(LOOPBACK, port), "--routers", routers),
         *entry.worker_arguments(),
         *worker_arguments(options.pipeline.config()),
-        *_common(options),
+        *_common("worker", options),
     )
     return Process(entry.name, "services.worker", flags, LOOPBACK, port)
 
@@ -179,7 +181,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
             Process(
                 name,
                 f"services.{module}",
-                ("--listen", join(LOOPBACK, ports[name]), *flags, *_common(options)),
+                ("--listen", join(LOOPBACK, ports[name]), *flags, *_common(module, options)),
                 LOOPBACK,
                 ports[name],
                 env={**(env or {}), **_own_listeners(module, index)},
@@ -203,7 +205,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
                 *arguments(speedup=options.speedup),
                 *_role(name, options),
                 *worker_arguments(pipeline),
-                *_common(options),
+                *_common("worker", options),
             ),
             LOOPBACK,
             ports[name],
@@ -239,7 +241,7 @@ def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[
                 *(word for name, addresses in services.items() for word in (f"--{name}", addresses)),
                 *(("--reuse-port",) if several else ()),
                 *options.pipeline.gateway_arguments(),
-                *_common(options),
+                *_common("gateway", options),
             ),
             options.host,
             port,
@@ -264,8 +266,10 @@ def _own_listeners(service: str, index: int) -> dict[str, str]:
     return own
 
 
-def _common(options: Options) -> tuple[str, ...]:
-    return arguments(drain_s=DRAIN_S, log_level=options.log_level)
+def _common(service: str, options: Options) -> tuple[str, ...]:
+    """Returns the flags of every service; its log is quiet unless a flag or variable says otherwise."""
+    level = options.log_level or (None if f"SLUICE_{service.upper()}_LOG_LEVEL" in os.environ else QUIET)
+    return arguments(drain_s=DRAIN_S, log_level=level)
 
 
 def _role(worker: str, options: Options) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ _MAX_LINE_BYTES = 32 << 10
 _READ_BYTES = 64 << 10
 _PUMP_TIMEOUT_S = 1.0
 _WARNING_LINE = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+?)(?:  \w+=.*)?$")
-
+_LOG_LINE = re.compile(r"^[\d:.]+ [A-Z]+ +\S+  ")
 
 _ROOT = Path(sluice.__file__).resolve().parents[1]
 # Only this project is importable from where the suite runs; all other packages come from the other interpreter.
@@ -52,11 +52,14 @@ class Child:
     Args:
         process: what to run.
         on_line: called with every line of its output, without the line end.
+
+    Attributes:
+        complaint: the message of its last warning or error.
     """
 
     def __init__(self, process: Process, on_line: Callable[[str], None]) -> None:
         self.process = process
-        self.complaint = ""
+        self.complaint = self._error = self._last_text = ""
         self._on_line = on_line
         self._running: asyncio.subprocess.Process | None = None
 
@@ -65,9 +68,20 @@ class Child:
         """Process id; 0 before the start."""
         return 0 if self._running is None else self._running.pid
 
+    @property
+    def cause(self) -> str:
+        """Why it may have ended: what it printed last, unless that is a line of its log, or its last error."""
+        return self._last_text or self._error
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has started and not ended."""
+        return self._running is not None and self._running.returncode is None
+
     async def start(self) -> asyncio.Task[int]:
         """Starts it; the task ends, after its children have ended, with the exit code, negative for a signal."""
         process = self.process
+        self.complaint = self._error = self._last_text = ""
         # With asyncio's own pipe, the process would count as ended only after its children have closed it, too.
         output, child_end = _pipe()
         try:
@@ -86,7 +100,7 @@ class Child:
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
-        if self._running is not None and self._running.returncode is None:
+        if self.is_running and self._running is not None:
             self._running.terminate()
 
     def kill(self) -> None:
@@ -128,6 +142,9 @@ class Child:
     def _line(self, line: bytes) -> None:
         text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
         self.complaint = complaint(text) or self.complaint
+        if entered := is_log_line(text):
+            self._error = error_of(text) or self._error
+        self._last_text = "" if entered else text
         self._on_line(text)
 
 
@@ -146,6 +163,16 @@ def complaint(line: str) -> str:
     except ValueError:
         return ""
     return str(entry.get("message", "")) if entry.get("level") in ("warning", "error", "critical") else ""
+
+
+def is_log_line(line: str) -> bool:
+    """Whether a line was written by a service's logger, in either format."""
+    return line.startswith("{") or _LOG_LINE.match(line) is not None
+
+
+def error_of(line: str) -> str:
+    """Returns the message of a log line that is an error; empty for every other line."""
+    return complaint(line) if re.match(r'[\d:.]+ (?:ERROR|CRITICAL) |\{.*"level": "(?:error|critical)"', line) else ""
 
 
 def exit_words(code: int) -> str:

@@ -22,7 +22,8 @@ from sluice.cli.up.plan import Process
 _COLOURS = {"gateway": "green", "preprocess": "cyan", "router": "yellow", "postprocess": "magenta", "worker": "blue"}
 _MAX_QUEUED_LINES = 10_000
 """Lines that wait to be printed by `sluice up`; further ones are dropped, and their number is printed."""
-_REPEAT_S = 30.0
+_CHANGE_S, _REPEAT_S = 10.0, 30.0
+"""Seconds after which another reason for waiting, and the same one again, get a line where no table is shown."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -77,8 +78,8 @@ class View:
         self._waiting[name] = reason
         now = time.monotonic()
         previous, at = self._reported.get(name, ("", self._began))
-        changed, repeat = reason != previous, now - at >= _REPEAT_S
-        if repeat or (changed and reason and now - at >= 1.0):
+        pause = _CHANGE_S if reason != previous else _REPEAT_S
+        if reason and now - at >= pause:
             self._reported[name] = (reason, now)
             if not self._console.is_terminal:
                 self.report(f"waiting for {name}: {reason}")

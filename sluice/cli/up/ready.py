@@ -89,7 +89,7 @@ class Probe:
         except (OSError, ValueError):
             return STARTING
         if status != 200:
-            return f"not ready yet: {body[:_MAX_REASON]}" if body else "not ready yet"
+            return _missing_services(body)
         return self._missing_workers(body)
 
     def _missing_workers(self, body: str) -> str:
@@ -117,3 +117,13 @@ class Probe:
             writer.close()
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
         return int(head.split(b" ", 2)[1]) if b" " in head else 0, body.decode(errors="replace").strip()
+
+
+def _missing_services(body: str) -> str:
+    """Returns for which services a gateway waits, from its answer that it is not ready."""
+    try:
+        services: dict[str, bool] = json.loads(body)["services"]
+        missing = [name for name, serves in services.items() if not serves]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return NOT_READY
+    return f"waits for {', '.join(missing)}"[:_MAX_REASON] if missing else NOT_READY

@@ -9,54 +9,22 @@ import shlex
 import signal
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from services.common.net import ports
 from services.common.net.addresses import join
+from sluice.cli.suites import RunningSuite, SuiteFile
 from sluice.cli.up.engine_list import FollowedEngines
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
 from sluice.cli.up.ready import PROBE_EVERY_S, STARTING, Probe, reachable
+from sluice.cli.up.restarts import Restarts
 from sluice.cli.up.tls import authority_of
 
 KEYS_FILE, KEYS_FLAG = "SLUICE_GATEWAY_API_KEYS_FILE", "--api-keys-file"
 KILL_AFTER_S = 4.0
 _END_TIMEOUT_S = 1.0
-MAX_RESTARTS = 3
-"""Restarts of one process of `sluice up` within a minute; then the suite stops."""
-RESTART_WINDOW_S = 60.0
-
-
-class Restarts:
-    """Limits how often each process is restarted.
-
-    Args:
-        most: restarts of one process within `within_s` seconds; 0 allows none.
-        clock: returns seconds; replaced in tests.
-    """
-
-    def __init__(
-        self,
-        most: int = MAX_RESTARTS,
-        within_s: float = RESTART_WINDOW_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._most = most
-        self._within_s = within_s
-        self._clock = clock
-        self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
-
-    def allow(self, name: str) -> bool:
-        """Whether the process may be restarted now; if so, counts the restart."""
-        times, now = self._restarts[name], self._clock()
-        while times and now - times[0] > self._within_s:
-            times.popleft()
-        if len(times) >= self._most:
-            return False
-        times.append(now)
-        return True
 
 
 def taken(processes: Sequence[Process]) -> str:
@@ -80,7 +48,7 @@ def invitation(gateway: Process, model: str) -> str:
     Args:
         model: name of the model; empty: not known yet.
     """
-    url = f"{'http' if gateway.tls is None else 'https'}://{join(reachable(gateway.host), gateway.port)}"
+    url = url_of(gateway)
     trust = [] if gateway.tls is None else ["--cacert", str(authority_of(gateway.tls))]
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if _requires_keys(gateway) else ""
     if not model:
@@ -90,71 +58,134 @@ def invitation(gateway: Process, model: str) -> str:
     return f"ready {url}\n{shlex.join(command)}{key} {shlex.join(['-d', json.dumps(body)])}"
 
 
+def url_of(gateway: Process) -> str:
+    """Returns the URL under which clients on this machine reach the gateway."""
+    return f"{'http' if gateway.tls is None else 'https'}://{join(reachable(gateway.host), gateway.port)}"
+
+
 def _requires_keys(gateway: Process) -> bool:
     """Whether clients of this gateway must send an API key."""
     return bool({**os.environ, **gateway.env}.get(KEYS_FILE)) or KEYS_FLAG in gateway.arguments
 
 
-async def supervise(
-    processes: Sequence[Process],
-    view: View,
-    on_ready: Callable[[], None],
-    restarts: Restarts | None = None,
-    engines: FollowedEngines | None = None,
-) -> int:
-    """Runs the processes until a signal arrives or one of them ends for good.
+class Supervisor:
+    """Runs the processes of a suite until a signal arrives or one of them ends for good.
+
+    A child runs, or has ended and waits for its restart, or is being probed after one; `_running`, `_restarting` and
+    `_probing` hold the tasks of these states, and only `run` moves a child between them.
 
     Args:
         processes: the processes, in start order.
         view: shows progress and log lines.
-        on_ready: called once all processes are ready.
-        restarts: limits restarts after that point; None: the first process that ends stops all.
+        restarts: limits restarts once all processes were ready; None: the first process that ends stops all.
         engines: workers of running servers, which start and stop with the suite.
-
-    Returns:
-        The exit code: 0 after a signal, 1 after an unexpected exit.
+        on_change: called with the process ids by name when all processes are ready, and after each restart.
     """
-    stop = stop_on_signals()
-    children = [Child(process, _line_of(view, process)) for process in processes]
-    running: dict[asyncio.Task[int], Child] = {}
-    becoming_ready: asyncio.Task[None] | None = None
-    following = None if engines is None else asyncio.create_task(engines.run(), name="engines")
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        for child in children:
-            running[await child.start()] = child
-        becoming_ready = asyncio.create_task(_all_ready(children, view))
-        await asyncio.wait({becoming_ready, stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
-        if becoming_ready.done() and not stop.is_set():
-            becoming_ready.result()
-            on_ready()
-            while not stop.is_set():
-                await asyncio.wait({stopping, *running}, return_when=asyncio.FIRST_COMPLETED)
-                if stop.is_set() or not await _restart_ended(running, restarts, view):
-                    break
-        return _exit_code(stop, running, view)
-    finally:
-        if becoming_ready is not None:
-            becoming_ready.cancel()
-        stopping.cancel()
-        stop.clear()  # from here on, a signal kills at once
-        if following is not None:
-            following.cancel()
-        await _stop_all(running, stop, view)
-        if following is not None:
-            await asyncio.wait({following})
+
+    def __init__(
+        self,
+        processes: Sequence[Process],
+        view: View,
+        restarts: Restarts | None = None,
+        engines: FollowedEngines | None = None,
+        on_change: Callable[[Mapping[str, int]], None] = lambda pids: None,
+    ) -> None:
+        self._view, self._restarts, self._engines, self._on_change = view, restarts, engines, on_change
+        self._children = [Child(process, _line_of(view, process)) for process in processes]
+        self._running: dict[asyncio.Task[int], Child] = {}
+        self._restarting: dict[asyncio.Task[asyncio.Task[int]], Child] = {}
+        self._probing: set[asyncio.Task[None]] = set()
+        self.cause = ""
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        """Runs until the end and stops every process; returns 0 after a signal, 1 after an unexpected exit.
+
+        Then `cause` says why the suite ended; it is empty after a signal.
+
+        Args:
+            on_ready: called once all processes are ready.
+        """
+        stop = stop_on_signals()
+        following = None if self._engines is None else asyncio.create_task(self._engines.run(), name="engines")
+        stopping = asyncio.create_task(stop.wait())
+        becoming_ready: asyncio.Task[None] | None = None
+        try:
+            for child in self._children:
+                self._running[await child.start()] = child
+            becoming_ready = asyncio.create_task(_all_ready(self._children, self._view))
+            await asyncio.wait({becoming_ready, stopping, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+            if becoming_ready.done() and not stop.is_set():
+                becoming_ready.result()
+                on_ready()
+                self._changed()
+                await self._keep_running(stopping)
+            return self._exit_code(stop)
+        finally:
+            if becoming_ready is not None:
+                becoming_ready.cancel()
+            stopping.cancel()
+            stop.clear()  # from here on, a signal kills at once
+            if following is not None:
+                following.cancel()
+            await self._cancel_restarts()
+            await _stop_all(self._running, stop, self._view)
+            if following is not None:
+                await asyncio.wait({following})
+
+    async def _keep_running(self, stopping: asyncio.Task[bool]) -> None:
+        """Restarts processes that end, until a signal arrives or one may not be restarted."""
+        while not stopping.done() and self._plan_restarts():
+            await asyncio.wait({stopping, *self._running, *self._restarting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in self._restarting if task.done()]:
+                child = self._restarting.pop(task)
+                self._running[task.result()] = child
+                probing = asyncio.create_task(_ready_again(child, self._view))
+                self._probing.add(probing)
+                probing.add_done_callback(self._probing.discard)
+                self._changed()
+
+    def _plan_restarts(self) -> bool:
+        """Plans the restart of the processes that have ended; returns False if one may not be restarted."""
+        for task, child in [(task, child) for task, child in self._running.items() if task.done()]:
+            name = child.process.name
+            pause_s = None if self._restarts is None else self._restarts.allow(name)
+            if pause_s is None:
+                return False
+            when = f"restarting it in {pause_s:g} s" if pause_s else "restarting it"
+            self._view.report(f"{name} {exit_words(task.result())}; {when}", "bold yellow")
+            del self._running[task]
+            self._restarting[asyncio.create_task(_start_after(pause_s, child))] = child
+        return True
+
+    async def _cancel_restarts(self) -> None:
+        """Cancels restarts and probes; a process that was just started is stopped with the others."""
+        for task in (*self._restarting, *self._probing):
+            task.cancel()
+        if tasks := {*self._restarting, *self._probing}:
+            await asyncio.wait(tasks)
+        for task, child in self._restarting.items():
+            if not task.cancelled() and task.exception() is None:
+                self._running[task.result()] = child
+
+    def _exit_code(self, stop: asyncio.Event) -> int:
+        self._view.settle()
+        if stop.is_set():
+            self._view.report("stopping")
+            return 0
+        for task, child in self._running.items():
+            if task.done():
+                how = f"{child.process.name} {exit_words(task.result())}"
+                self._view.report(f"{how}; stopping the others", "bold red")
+                self.cause = self.cause or (f"{how}: {child.cause}" if child.cause and task.result() >= 0 else how)
+        return 1
+
+    def _changed(self) -> None:
+        self._on_change({child.process.name: child.pid for child in self._children})
 
 
-async def _restart_ended(running: dict[asyncio.Task[int], Child], restarts: Restarts | None, view: View) -> bool:
-    """Restarts the processes that have ended; returns False if one may not be restarted."""
-    for task, child in [(task, child) for task, child in running.items() if task.done()]:
-        name = child.process.name
-        if restarts is None or not restarts.allow(name):
-            return False
-        view.report(f"{name} {exit_words(task.result())}; restarting it", "bold yellow")
-        del running[task]
-        running[await child.start()] = child
-    return True
+async def _start_after(pause_s: float, child: Child) -> asyncio.Task[int]:
+    await asyncio.sleep(pause_s)
+    return await child.start()
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -170,18 +201,6 @@ def _line_of(view: View, process: Process) -> Callable[[str], None]:
     return lambda line: view.log(process.name, line)
 
 
-def _exit_code(stop: asyncio.Event, running: dict[asyncio.Task[int], Child], view: View) -> int:
-    if stop.is_set():
-        view.settle()
-        view.report("stopping")
-        return 0
-    view.settle()
-    for task, child in running.items():
-        if task.done():
-            view.report(f"{child.process.name} {exit_words(task.result())}; stopping the others", "bold red")
-    return 1
-
-
 async def _all_ready(children: Sequence[Child], view: View) -> None:
     async with asyncio.TaskGroup() as group:
         for child in children:
@@ -189,12 +208,27 @@ async def _all_ready(children: Sequence[Child], view: View) -> None:
 
 
 async def _ready(child: Child, view: View) -> None:
+    """Shows why a process is not ready until it is; the end of one that never is ends the suite."""
     probe = Probe(child.process, child.pid)
     try:
         while reason := await probe.check():
             view.wait(child.process.name, child.complaint or reason if reason != STARTING else child.complaint)
             await asyncio.sleep(PROBE_EVERY_S)
         view.ready(child.process.name)
+    finally:
+        await probe.close()
+
+
+async def _ready_again(child: Child, view: View) -> None:
+    """Reports when a restarted process serves, unless it ends before."""
+    began, pid = time.monotonic(), child.pid
+    probe = Probe(child.process, pid)
+    try:
+        while await probe.check():
+            await asyncio.sleep(PROBE_EVERY_S)
+            if not child.is_running or child.pid != pid:
+                return
+        view.report(f"{child.process.name} is ready again after {time.monotonic() - began:.1f} s")
     finally:
         await probe.close()
 
@@ -223,10 +257,16 @@ def run(
     processes: Sequence[Process],
     view: View,
     model: str,
-    restart: bool = False,
+    restart: bool = True,
     engines: FollowedEngines | None = None,
 ) -> int:
-    """Checks the ports, then supervises the processes; returns the exit code. Arguments as of `supervise`."""
+    """Checks the ports, then supervises the processes; returns the exit code.
+
+    Args:
+        model: name of the model; empty: not known yet.
+        restart: whether processes that end are restarted.
+        engines: as of `Supervisor`.
+    """
     if problem := taken(processes):
         print(f"sluice up: {problem}", file=sys.stderr)
         return 1
@@ -237,9 +277,29 @@ def run(
         except OSError:
             view.report("standard output is closed")
 
+    file = SuiteFile()
+
+    def record(pids: Mapping[str, int]) -> None:
+        _record(file, processes, model, pids, view)
+
+    supervisor = Supervisor(processes, view, Restarts() if restart else None, engines, record)
     view.open()
     try:
-        return asyncio.run(supervise(processes, view, on_ready, Restarts() if restart else None, engines))
+        code = asyncio.run(supervisor.run(on_ready))
+        view.report(f"stopped: {supervisor.cause}" if supervisor.cause else "stopped", "bold red" if code else "bold")
+        return code
     finally:
+        file.remove()
         view.settle()
         view.close()
+
+
+def _record(file: SuiteFile, processes: Sequence[Process], model: str, pids: Mapping[str, int], view: View) -> None:
+    """Writes where the suite listens, for other commands."""
+    gateway = processes[-1]
+    listed = [{"name": process.name, "address": process.address, "pid": pids[process.name]} for process in processes]
+    tls = "" if gateway.tls is None else str(gateway.tls.resolve())
+    try:
+        file.write(RunningSuite(os.getpid(), url_of(gateway), model, tls, listed))
+    except OSError as error:
+        view.report(f"{error}: other commands do not find this suite; pass them --gateway {url_of(gateway)}.", "yellow")

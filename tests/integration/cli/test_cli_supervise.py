@@ -15,8 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import sluice
 from services.common.net.ports import free_port
+from sluice.cli.suites import running_suites
+from sluice.cli.up.restarts import MAX_RESTARTS
 
+ROOT = Path(sluice.__file__).parents[1]
 DEADLINE_S = 40.0
 
 # A service in a few lines. Its arguments after the address: `stuck` ignores SIGTERM, `silent` answers no request,
@@ -70,12 +74,14 @@ from rich.console import Console
 from sluice.cli.up import supervisor as up
 from sluice.cli.up.plan import Process
 from sluice.cli.up.progress import View
+from sluice.cli.up.restarts import Restarts
 processes = []
 for word in sys.argv[1:]:
     name, module, port, *traits = word.split(",")
     health = "http" if module == "fake_http" else "grpc"
     processes.append(Process(name, module, (f"127.0.0.1:{port}", *traits), "127.0.0.1", int(port), health))
 restart = "RESTART" in os.environ
+up.Restarts = lambda: Restarts(first_pause_s=float(os.environ.get("PAUSE", 0.05)))
 up.KILL_AFTER_S = float(os.environ.get("KILL_AFTER", up.KILL_AFTER_S))
 sys.exit(up.run(processes, View(processes, Console(stderr=True, highlight=False)), "tekken", restart))
 """
@@ -91,7 +97,7 @@ class Suite:
                 [sys.executable, str(folder / "driver.py"), *words],
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": str(folder)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))},
             )
         self.tree: set[psutil.Process] = set()
 
@@ -140,7 +146,8 @@ Start = Callable[..., Suite]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "fake_http.py").write_text(FAKE_HTTP)
     (tmp_path / "fake_grpc.py").write_text(FAKE_GRPC)
     (tmp_path / "driver.py").write_text(DRIVER)
@@ -166,9 +173,12 @@ def test_comes_up_says_so_and_stops_on_ctrl_c(start: Start) -> None:
     assert "router  | " in suite.err
     assert "gRPC server listens" in suite.err
     assert "router is ready at" in suite.err
+    assert [running.url for running in running_suites()] == [f"http://127.0.0.1:{port}"]
     assert suite.ends(signal.SIGINT) == 0
     assert suite.left(within_s=20) == []
     assert "\x1b[" not in suite.err
+    assert suite.err.splitlines()[-1].endswith("| stopped")
+    assert running_suites() == []
 
 
 def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None:
@@ -195,8 +205,8 @@ def test_second_ctrl_c_kills_at_once(start: Start, monkeypatch: pytest.MonkeyPat
 def test_child_that_fails_to_start_is_named(start: Start) -> None:
     suite = start(f"router,fake_http,{free_port()},fails", f"gateway,fake_http,{free_port()}")
     assert suite.ends() == 1
-    assert "router exited with code 7" in suite.err
-    assert "cannot start" in suite.err
+    assert "router exited with code 7; stopping the others" in suite.err
+    assert suite.err.splitlines()[-1].endswith("| stopped: router exited with code 7: cannot start")
     assert suite.out == ""
     assert suite.left(within_s=20) == []
 
@@ -210,6 +220,13 @@ def test_child_that_dies_later_ends_the_suite(start: Start) -> None:
     assert suite.ends() == 1
     assert "worker-0 exited with code 7" in suite.err
     assert suite.left(within_s=20) == []
+
+
+def recorded_pid(suite: Suite, name: str) -> int:
+    """The process id that other commands see."""
+    [running] = [running for running in running_suites() if running.pid == suite.process.pid]
+    suite.remember()
+    return int(next(process["pid"] for process in running.processes if process["name"] == name))
 
 
 def die(port: int) -> None:
@@ -230,13 +247,30 @@ def test_with_restart_a_child_that_dies_is_started_again_but_not_for_ever(
     port = free_port()
     suite = start(f"worker-0,fake_http,{port},parent", f"gateway,fake_http,{free_port()}")
     suite.until_ready()
-    for time_again in range(1, 4):
+    for time_again in range(1, MAX_RESTARTS + 1):
         die(port)
         suite.until(lambda: suite.err.count("exited with code 7; restarting it") == time_again)  # noqa: B023
-        suite.until(lambda: serves(port))
+        suite.until(lambda: suite.err.count("worker-0 is ready again after") == time_again)  # noqa: B023
+        assert recorded_pid(suite, "worker-0") in {process.pid for process in suite.tree}
     die(port)
     assert suite.ends() == 1
     assert "worker-0 exited with code 7; stopping the others" in suite.err
+    assert "| stopped: worker-0 exited with code 7" in suite.err.splitlines()[-1]
+    assert running_suites() == []
+    assert suite.left(within_s=20) == []
+
+
+def test_signal_while_a_restart_waits_leaves_no_process_behind(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTART", "1")
+    monkeypatch.setenv("PAUSE", "600")
+    port = free_port()
+    suite = start(f"worker-0,fake_http,{port}", f"gateway,fake_http,{free_port()}")
+    suite.until_ready()
+    die(port)
+    suite.until(lambda: "worker-0 is ready again" in suite.err)
+    die(port)
+    suite.until(lambda: "restarting it in 8 s" in suite.err)
+    assert suite.ends(signal.SIGINT) == 0
     assert suite.left(within_s=20) == []
 
 

@@ -41,6 +41,10 @@ class Suite:
     def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within_s: float = 240) -> None:
         if not any("model" in each for each in (*flags, *map(str.lower, env or {}))):
             flags = ("--model", str(small_tekken()), "--model-name", "tekken", *flags)
+        if not any(flag.endswith("restart") for flag in flags):
+            flags = ("--no-restart", *flags)  # a service that ends is a failure of the test
+        if "--log-level" not in flags and not any(name.endswith("_LOG_LEVEL") for name in env or {}):
+            flags = (*flags, "--log-level", "info")
         self._process = subprocess.Popen(
             [str(SLUICE), "up", "--port", "0", "--base-grpc-port", "0", *flags],
             stdout=subprocess.PIPE,

@@ -55,7 +55,7 @@ def test_default_suite() -> None:
         assert process.module == f"services.{process.kind}"
         assert value(process, "--listen") == process.address
         assert float(value(process, "--drain-s")) < 4
-        assert "--log-level" not in process.arguments
+        assert value(process, "--log-level") == "warning"
 
 
 def test_the_printed_command_has_a_key_where_clients_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +140,13 @@ def test_optional_flags_are_passed_on_when_given() -> None:
     assert value(suite["worker-0"], "--engine") == "mock"
     assert {value(process, "--log-level") for process in suite.values()} == {"debug"}
     assert "--speedup" not in by_name(Options())["worker-0"].arguments
+
+
+def test_log_level_of_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_ROUTER_LOG_LEVEL", "debug")
+    suite = by_name(Options())
+    assert "--log-level" not in suite["router"].arguments
+    assert value(suite["worker-0"], "--log-level") == "warning"
 
 
 @pytest.mark.parametrize("routers", [1, 3])

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from services.common.base import logs
-from sluice.cli.up.process import _interpreter, complaint, exit_words
+from sluice.cli.up.plan import Process
+from sluice.cli.up.process import Child, _interpreter, complaint, error_of, exit_words, is_log_line
 from sluice.cli.up.ready import reachable
-from sluice.cli.up.supervisor import Restarts
+from tests.support.repository import ROOT
 
 
 def record(level: int) -> logging.LogRecord:
@@ -45,19 +46,28 @@ def test_wildcard_hosts_are_reached_through_loopback() -> None:
     assert [reachable(host) for host in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
 
 
-def test_restart_allowance_is_per_process_and_recovers() -> None:
-    now = 100.0
-    restarts = Restarts(most=2, within_s=60, clock=lambda: now)
-    assert [restarts.allow("worker-0") for _ in range(3)] == [True, True, False]
-    assert restarts.allow("worker-1")
-    now += 59
-    assert not restarts.allow("worker-0")
-    now += 2
-    assert [restarts.allow("worker-0") for _ in range(3)] == [True, True, False]
+@pytest.mark.parametrize("formatter", [logs.TextFormatter(), logs.JsonFormatter("router")])
+def test_errors_are_recognised_in_both_log_formats(formatter: logging.Formatter) -> None:
+    assert error_of(formatter.format(record(logging.ERROR))) == "Redis is away"
+    assert error_of(formatter.format(record(logging.WARNING))) == ""
+    assert all(is_log_line(formatter.format(record(level))) for level in (logging.INFO, logging.ERROR))
+    assert not is_log_line("python -m services.worker: --speedup: Input should be a valid number")
 
 
-def test_none_at_all() -> None:
-    assert not Restarts(most=0).allow("worker-0")
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        ("12:00:00.000 ERROR   worker  cannot start\n12:00:00.001 INFO    worker  stopping", "cannot start"),
+        ("12:00:00.000 INFO    worker  starting\nValueError: no such thing", "ValueError: no such thing"),
+        ("starting\n12:00:00.000 INFO    worker  stopping", ""),
+    ],
+)
+async def test_cause_of_an_end_is_the_last_error_or_text(printed: str, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "printing.py").write_text(f"print({printed!r})")
+    process = Process("w", "printing", (), "127.0.0.1", 1, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    child = Child(process, lambda line: None)
+    assert await (await child.start()) == 0
+    assert child.cause == cause
 
 
 def _run_in(python: Path, module: str) -> subprocess.CompletedProcess[str]:
