@@ -95,8 +95,9 @@ soak: setup ## the same for HOURS=2, with rude clients and batches, and a line t
 	@scripts/redis.sh
 	@.venv/bin/python benchmarks/soak.py --hours $(or $(HOURS),2) $(ARGS)
 
-bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
-	@.venv/bin/python benchmarks/serve.py $(ARGS)
+bench: setup ## measure throughput, latency and CPU of each service, ARGS="--up" passes flags; without ARGS what each tier costs, kept for `sluice size`
+	@scripts/redis.sh
+	@.venv/bin/python benchmarks/$(if $(ARGS),serve.py $(ARGS),costs.py --write)
 
 bench-peers: setup ## measure Sluice and its peers in turns (root: Dynamo gets a network namespace); ARGS="--peers dynamo,smg" chooses
 	@.venv/bin/python benchmarks/peers.py $(ARGS)

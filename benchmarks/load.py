@@ -60,6 +60,7 @@ class Outcome:
     started: float = 0.0
     ended: float = 0.0
     tokens: int = 0
+    prompt_tokens: int = 0
     events: int = 0
     answers: int = 0
     first_text: array[float] = field(default_factory=lambda: array("d"))
@@ -73,6 +74,7 @@ class Outcome:
         self.started = min(self.started, other.started) if self.started else other.started
         self.ended = max(self.ended, other.ended)
         self.tokens += other.tokens
+        self.prompt_tokens += other.prompt_tokens
         self.events += other.events
         self.answers += other.answers
         self.first_text += other.first_text
@@ -255,13 +257,15 @@ class Client:
         if wire.status != 200:
             text = bytes(body.partition(b"\r\n\r\n")[2][:120]).decode(errors="replace")
             raise BadAnswer(f"HTTP {wire.status}: {text}")
-        tokens = int(usage_of(body)["completion_tokens"])
+        usage = usage_of(body)
+        tokens = int(usage["completion_tokens"])
         if tokens != self._load.tokens:
             raise BadAnswer(f"{tokens} tokens instead of {self._load.tokens}")
         if not wire.first_text:
             raise BadAnswer("an answer without text")
         outcome.answers += 1
         outcome.tokens += tokens
+        outcome.prompt_tokens += int(usage["prompt_tokens"])
         outcome.events += body.count(_EVENT)
         outcome.first_text.append(wire.first_text - sent)
         outcome.per_token.append((wire.last_read - wire.first_text) / max(tokens - 1, 1))

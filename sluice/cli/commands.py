@@ -10,7 +10,7 @@ import typer
 
 from services.common.packages.extensions import COMMANDS, load_group
 from sluice import __version__
-from sluice.cli import commands_live, commands_security, commands_up, commands_worker
+from sluice.cli import commands_live, commands_security, commands_sizing, commands_up, commands_worker
 from sluice.cli.errors import BadFlag
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for _commands in (commands_up, commands_live, commands_worker, commands_security):
+for _commands in (commands_up, commands_live, commands_sizing, commands_worker, commands_security):
     _commands.add_to(app)
 
 
