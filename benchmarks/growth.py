@@ -24,8 +24,9 @@ import typer
 import uvloop
 from growth_gateway import gateway_table, measured_gateway
 from growth_place import Place, Scale, Usage, place
-from line_plot import Panel, plot
 from report import machine, percentiles_ms
+
+from sluice.cli.sizing.line_plot import Panel, plot
 
 Row: TypeAlias = dict[str, Any]
 

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from line_plot import Panel, plot
 from peer_processes import MODEL, Target, dynamo, install
 from peer_smg import install_smg, smg
 from processes import own_suite, suite_of
 from report import machine, medians
 from rich.console import Console
+
+from sluice.cli.sizing.line_plot import Panel, plot
 
 HERE = Path(__file__).resolve().parent
 PEERS = {"dynamo": "Dynamo", "smg": "SMG", "smg-single": "SMG, a token a message"}

@@ -31,12 +31,13 @@ import typer
 import uvloop
 from churn import TIERS, Churn, ChurnedSuite, churned_suite, nothing_left, report
 from churn_load import GUEST, ChurnLoad
-from line_plot import Panel, plot
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 from slopes import HOUR_S, Slope, slope_of
 from soak_load import run_batches, run_images, run_rude
+
+from sluice.cli.sizing.line_plot import Panel, plot
 
 KEPT = ("gateway", "preprocess", "router", "postprocess-0", "worker-0")
 """The processes of the suite that live throughout, which are measured."""

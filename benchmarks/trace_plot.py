@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from line_plot import Panel, Scale
-from line_plot import plot as plot_panels
+from sluice.cli.sizing.line_plot import Panel, Scale
+from sluice.cli.sizing.line_plot import plot as plot_panels
 
 COLOURS = {
     "kv": "#0b6e4f",

@@ -1,18 +1,21 @@
-"""The commands that say how large a suite should be: `size`."""
+"""The commands that say how large a suite should be: `size` and `advise`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sluice.cli.commands_live import AsJson, console
+from sluice.cli.flags import made, with_flags
+from sluice.cli.sizing.flags import AdviseFlags
 
 
 def add_to(app: typer.Typer) -> None:
     """Registers the commands."""
     app.command("size")(size)
+    app.command("advise")(advise)
 
 
 def size(
@@ -40,3 +43,9 @@ def size(
         requests_per_s, prompt, output, model, ttft_s, inter_token_ms, utilization, worker_tokens_per_s
     )
     raise typer.Exit(command.run(question, costs, as_json, console()))
+
+
+@with_flags(AdviseFlags)
+def advise(as_json: AsJson = False, **flags: Any) -> None:
+    """Say how many workers each tier should have now and why; with --replay, what autoscalers make of a trace."""
+    raise typer.Exit(made(AdviseFlags, flags).run(as_json, console()))

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 WIDTH, HEIGHT, LEGEND_HEIGHT = 360, 260, 26
 LEFT, TOP, RIGHT, BOTTOM = 56, 34, 14, 42
-MAX_LEGEND_STEP = 150
+LEGEND_STEP = 150
 COLOURS = ("#c1666b", "#0b6e4f", "#48639c", "#d4a24e")
 SMALLEST = 1e-3  # a logarithmic y axis starts no lower
-MAX_MARKED = 20
+MARKED = 20
 """Points of an axis that are marked and labelled each; with more, a line is thin and the axis has round numbers."""
 
 Scale = Literal["linear", "logarithmic"]
@@ -64,7 +64,7 @@ def plot(panels: Sequence[Panel], columns: int, colours: Mapping[str, str] | Non
     for number, panel in enumerate(panels):
         x, y = number % columns * WIDTH, number // columns * HEIGHT
         parts += [f'<g transform="translate({x},{y})">', *_panel(panel, colours), "</g>"]
-    step = min(MAX_LEGEND_STEP, (width - LEFT) // max(len(names), 1))
+    step = min(LEGEND_STEP, (width - LEFT) // max(len(names), 1))
     for number, name in enumerate(names):
         x, y = LEFT + number * step, height + 12
         parts.append(f'<line x1="{x}" x2="{x + 22}" y1="{y}" y2="{y}" stroke="{colours[name]}" stroke-width="2.5"/>')
@@ -75,7 +75,7 @@ def plot(panels: Sequence[Panel], columns: int, colours: Mapping[str, str] | Non
 def _panel(panel: Panel, colours: Mapping[str, str]) -> list[str]:
     points = [point for line in panel.lines.values() for point in line]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
-    marked = len(xs) <= MAX_MARKED
+    marked = len(xs) <= MARKED
     across = _Axis(xs[0], xs[-1], panel.x_scale, xs) if marked else _linear(xs)
     up = _linear(ys) if panel.y_scale == "linear" else _logarithmic(ys)
 
